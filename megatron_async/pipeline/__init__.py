@@ -1,0 +1,1 @@
+"""The schedule: what runs when, on which weights."""
