@@ -1,0 +1,1 @@
+"""The deferred optimizer step, and what can be done about its delay."""

@@ -1,0 +1,228 @@
+"""Runs a plan on one stage, with megatron-core's own ``forward_step`` and ``backward_step``."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from megatron.core.pipeline_parallel.schedules import (
+    backward_step,
+    deallocate_output_tensor,
+    forward_step,
+)
+
+from megatron_async.pipeline.communication import StageCommunicator
+from megatron_async.pipeline.plan import Action, Op, Schedule, Step
+from megatron_async.pipeline.weight_versions import WeightVersions
+
+ForwardStepFunc = Callable[..., Any]
+
+
+class Updates(Protocol):
+    """What the executor needs of the optimizer."""
+
+    @property
+    def pending(self) -> int | None:
+        """Number of the update that has begun and is not complete, if any."""
+
+    def complete(self) -> Any:
+        """Complete the pending update."""
+
+    def poll(self) -> None:
+        """Let background communication of the pending update go on. Never blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchContext:
+    """What the forwards of a batch need besides the model.
+
+    Attributes:
+        forward_step_func: Megatron's user function, ``(data_iterator, model) -> (output, loss function)``.
+        data_iterator: Yields the microbatches of all batches in a row; None on stages that read no data.
+        tensor_shape: (sequence, microbatch, hidden) of the tensors between stages.
+    """
+
+    forward_step_func: ForwardStepFunc
+    data_iterator: Iterator[Any] | None
+    tensor_shape: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A forward whose backward has not run."""
+
+    batch: int
+    microbatch: int
+    version: int
+    input_tensor: torch.Tensor | None
+    output_tensor: torch.Tensor
+
+
+class PipelineExecutor:
+    """One stage of an asynchronous pipeline.
+
+    Batches are numbered from 0 within this executor. Between two calls of :meth:`run_step` forwards of the next batch
+    may have run, their graphs are kept here.
+
+    Args:
+        model: The stage's model, as Megatron wraps it (DDP).
+        config: Its ``TransformerConfig``.
+        schedule: The schedule of this stage.
+        versions: The weight versions of this stage.
+        communicator: Messages with the neighbours.
+        updates: The deferred optimizer step.
+        observer: Called with every action after it ran, and the weight version that it bound; for audits and traces.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        config: Any,
+        schedule: Schedule,
+        versions: WeightVersions,
+        communicator: StageCommunicator,
+        updates: Updates,
+        observer: Callable[[Action, int], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.schedule = schedule
+        self.versions = versions
+        self.communicator = communicator
+        self.updates = updates
+        self.observer = observer
+        self.next_batch = 0
+        self._in_flight: list[_InFlight] = []
+        self._losses: dict[int, list[Any]] = {}
+        self._microbatches: dict[int, int] = {}
+        self._filled = False
+        self._context: BatchContext | None = None
+        self._gradient_to_send: torch.Tensor | None = None
+        self._handlers: dict[Op, Callable[[Action], None]] = {
+            Op.RECEIVE_ACTIVATION: self._receive_activation,
+            Op.FORWARD: self._forward,
+            Op.SEND_ACTIVATION: self._send_activation,
+            Op.RECEIVE_GRADIENT: self._receive_gradient,
+            Op.BACKWARD: self._backward,
+            Op.SEND_GRADIENT: self._send_gradient,
+            Op.COMPLETE_UPDATE: self._complete_update,
+        }
+
+    @property
+    def prefetched(self) -> int:
+        """Forwards of the next batch that have already run."""
+        return len(self._in_flight)
+
+    def run_step(
+        self, context: BatchContext, microbatches: int, next_microbatches: int | None
+    ) -> list[dict[str, torch.Tensor]]:
+        """Run the backwards of the next batch, and the forwards that the plan puts beside them.
+
+        The update of the batch is left to the caller, who begins it through the optimizer: the plan's last action.
+
+        Args:
+            context: Where data and shapes come from.
+            microbatches: m of this batch.
+            next_microbatches: m of the batch after it, or None to prefetch nothing.
+
+        Returns:
+            The loss dictionaries of this batch's microbatches, in order, on the last stage; elsewhere an empty list.
+
+        Raises:
+            ValueError: If a batch has too few microbatches for the schedule.
+        """
+        batch = self.next_batch
+        known = self._microbatches.get(batch, microbatches)
+        if known != microbatches:
+            raise ValueError(
+                f"batch {batch} was prefetched with {known} microbatches and now has {microbatches}: "
+                "the batch size must not change while the asynchronous pipeline runs"
+            )
+        self._context = context
+        self._microbatches[batch] = microbatches
+        if next_microbatches is not None:
+            self._microbatches[batch + 1] = next_microbatches
+        step = Step(
+            batch=batch,
+            microbatches=microbatches,
+            next_microbatches=next_microbatches,
+            filled=self._filled,
+            pending_update=self.updates.pending,
+        )
+        for action in self.schedule.actions(step):
+            if action.op is Op.BEGIN_UPDATE:
+                break
+            self._handlers[action.op](action)
+            self.updates.poll()
+            if self.observer is not None:
+                self.observer(action, self.versions.bound)
+        self._filled = next_microbatches is not None
+        self._microbatches.pop(batch)
+        self.next_batch += 1
+        return self._losses.pop(batch, [])
+
+    def discard_prefetched(self) -> int:
+        """Throw the prefetched forwards away; their data have to be read again.
+
+        Returns:
+            Number of microbatches thrown away on this stage.
+        """
+        self.communicator.discard()
+        dropped = len(self._in_flight)
+        for flight in self._in_flight:
+            self.versions.release(flight.version)
+        self._in_flight.clear()
+        self._losses.clear()
+        self._microbatches.clear()
+        self._filled = False
+        return dropped
+
+    def _receive_activation(self, _: Action) -> None:
+        assert self._context is not None
+        self.communicator.post_receive_activation(self._context.tensor_shape)
+
+    def _receive_gradient(self, _: Action) -> None:
+        assert self._context is not None
+        self.communicator.post_receive_gradient(self._context.tensor_shape)
+
+    def _forward(self, action: Action) -> None:
+        assert self._context is not None
+        input_tensor = None if self.schedule.is_first else self.communicator.receive_activation()
+        self.versions.acquire(action.version)
+        output_tensor, _ = forward_step(
+            self._context.forward_step_func,
+            self._context.data_iterator,
+            self.model,
+            self._microbatches[action.batch],
+            input_tensor,
+            self._losses.setdefault(action.batch, []),
+            self.config,
+            cp_group_size=1,
+            current_microbatch=action.microbatch,
+            is_last_stage=self.schedule.is_last,
+        )
+        self._in_flight.append(_InFlight(action.batch, action.microbatch, action.version, input_tensor, output_tensor))
+
+    def _send_activation(self, _: Action) -> None:
+        output_tensor = self._in_flight[-1].output_tensor
+        self.communicator.send_activation(output_tensor)
+        deallocate_output_tensor(output_tensor, self.config.deallocate_pipeline_outputs)
+
+    def _backward(self, action: Action) -> None:
+        flight = self._in_flight.pop(0)
+        if (flight.batch, flight.microbatch) != (action.batch, action.microbatch):
+            raise RuntimeError(f"the plan wants the backward of {action}, the oldest forward is {flight}")
+        gradient = None if self.schedule.is_last else self.communicator.receive_gradient()
+        # The parameters may be bound to the other version by now: an operator that saved the leaf would use that one.
+        self.versions.bind(flight.version)
+        self._gradient_to_send = backward_step(flight.input_tensor, flight.output_tensor, gradient, self.config)
+        self.versions.release(flight.version)
+
+    def _send_gradient(self, _: Action) -> None:
+        assert self._gradient_to_send is not None
+        self.communicator.send_gradient(self._gradient_to_send)
+        self._gradient_to_send = None
+
+    def _complete_update(self, _: Action) -> None:
+        self.updates.complete()

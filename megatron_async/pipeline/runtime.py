@@ -1,0 +1,195 @@
+"""The asynchronous pipeline of one rank: plan, executor, weight versions and deferred step, put together."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
+from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_pg_size
+
+from megatron_async.optimizer.deferred_step import DeferredStep, UpdateResult
+from megatron_async.optimizer.masters import find_masters
+from megatron_async.pipeline.communication import StageCommunicator
+from megatron_async.pipeline.executor import BatchContext, PipelineExecutor
+from megatron_async.pipeline.plan import Action, make_schedule
+from megatron_async.pipeline.weight_versions import WeightVersions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """How the pipeline runs.
+
+    Attributes:
+        schedule: Name of the schedule in :data:`~megatron_async.pipeline.plan.SCHEDULES`.
+        warmup_factor: See ``--async-warmup-factor``.
+        ef_coefficient: c of the error feedback, 0 for none.
+        timeout: Timeout of the process groups made here; None for PyTorch's default.
+    """
+
+    schedule: str = "2bw-async"
+    warmup_factor: int = 1
+    ef_coefficient: float = 0.0
+    timeout: timedelta | None = None
+
+
+class AsyncPipeline:
+    """An asynchronous pipeline stage with Megatron's interfaces.
+
+    :meth:`forward_backward` has the signature of megatron-core's schedule functions and :meth:`step` that of an
+    optimizer's ``step``, so that a training loop calls them as it calls Megatron's. Weights are read when this object
+    is made: load a checkpoint before.
+
+    Args:
+        model: The DDP-wrapped model of this stage.
+        optimizer: Its Megatron optimizer.
+        pg_collection: Megatron's process groups; ``pp``, ``tp``, ``cp``, ``embd`` and ``dp_cp`` are used.
+        options: How to run.
+        observer: Called with every executed action and the weight version bound after it.
+
+    Raises:
+        TypeError: If the optimizer's masters have a form that is not supported.
+        ValueError: If a trainable parameter has no optimizer.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        optimizer: Any,
+        pg_collection: Any,
+        options: PipelineOptions,
+        observer: Callable[[Action, int], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.options = options
+        self.pg_collection = pg_collection
+        self.config = get_model_config(model)
+        pp_group = pg_collection.pp
+        self.schedule = make_schedule(options.schedule, pp_group.size(), pp_group.rank(), options.warmup_factor)
+        masters = find_masters(optimizer)
+        _check_complete(model, masters)
+        self.versions = WeightVersions([m.parameter for m in masters])
+        self.communicator = StageCommunicator(
+            pp_group, self.config.pipeline_dtype, masters[0].parameter.device, options.timeout
+        )
+        tied_weight, tied_group = _find_tied_weight(model, pg_collection)
+        self.updates = DeferredStep(
+            optimizer=optimizer,
+            masters=masters,
+            versions=self.versions,
+            gradient_buffers=[*model.buffers, *model.expert_parallel_buffers],
+            finalize=self._finalize_gradients,
+            tied_weight=tied_weight,
+            tied_group=tied_group,
+            ef_coefficient=options.ef_coefficient,
+            timeout=options.timeout,
+        )
+        self.executor = PipelineExecutor(
+            model=model,
+            config=self.config,
+            schedule=self.schedule,
+            versions=self.versions,
+            communicator=self.communicator,
+            updates=self.updates,
+            observer=observer,
+        )
+
+    def forward_backward(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        num_microbatches: int,
+        next_num_microbatches: int | None,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+    ) -> list[dict[str, torch.Tensor]]:
+        """Run the backwards of the next batch, and what the plan puts beside them.
+
+        Args:
+            forward_step_func: As for megatron-core's schedules.
+            data_iterator: Iterator over the microbatches of all batches in a row, or a list with that iterator.
+            num_microbatches: m of this batch.
+            next_num_microbatches: m of the batch after it; None to prefetch nothing, as in the last step of a run.
+            seq_length: Sequence length of a microbatch, in tokens.
+            micro_batch_size: Sequences of a microbatch.
+            decoder_seq_length: As for megatron-core's schedules.
+
+        Returns:
+            The batch's loss dictionaries on the last stage; elsewhere an empty list.
+        """
+        (tensor_shape,) = get_tensor_shapes(
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            config=self.config,
+            tp_group=self.pg_collection.tp,
+            cp_group=self.pg_collection.cp,
+        )
+        context = BatchContext(
+            forward_step_func=forward_step_func,
+            data_iterator=data_iterator[0] if isinstance(data_iterator, list) else data_iterator,
+            tensor_shape=tensor_shape,
+        )
+        return self.executor.run_step(context, num_microbatches, next_num_microbatches)
+
+    def step(self) -> None:
+        """Begin the update of the batch whose backwards have just run."""
+        self.updates.begin()
+
+    def complete(self) -> UpdateResult | None:
+        """Complete the pending update, if there is one. Changes no number, only when the waiting happens."""
+        return self.updates.complete()
+
+    def bind_newest(self) -> None:
+        """Complete the pending update and let the model hold the newest weights, for an evaluation or a checkpoint."""
+        self.complete()
+        self.versions.bind(self.versions.newest)
+
+    def close(self) -> None:
+        """Give the process groups back. Prefetched forwards are thrown away."""
+        self.executor.discard_prefetched()
+        self.communicator.close()
+        self.updates.close()
+
+    def _finalize_gradients(self) -> None:
+        """Megatron's own finalization, less the reduction of tied weights across stages, which would block."""
+        finalize = self.config.finalize_model_grads_func or finalize_model_grads
+        groups = copy.copy(self.pg_collection)
+        groups.embd = groups.pos_embd = _Alone()
+        finalize([self.model], None, pg_collection=groups)
+
+
+class _Alone:
+    """Stands for a process group of one rank: Megatron then has nothing to reduce there."""
+
+    def size(self) -> int:
+        return 1
+
+
+def _check_complete(model: torch.nn.Module, masters: list[Any]) -> None:
+    known = {id(m.parameter) for m in masters}
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+    if missing:
+        raise ValueError(f"no optimizer updates {missing[0]} and {len(missing) - 1} other trainable parameter(s)")
+    if not masters:
+        raise ValueError("a pipeline stage without trainable parameters is not supported by 2bw-async")
+
+
+def _find_tied_weight(
+    model: torch.nn.Module, pg_collection: Any
+) -> tuple[torch.nn.Parameter | None, dist.ProcessGroup | None]:
+    """This stage's copy of the embedding that the output layer of another stage shares, and the group of both."""
+    group = getattr(pg_collection, "embd", None)
+    if get_pg_size(group) <= 1 or dist.get_rank() not in dist.get_process_group_ranks(group):
+        return None, None
+    module = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
+    if not module.share_embeddings_and_output_weights:
+        return None, None
+    return module.shared_embedding_or_output_weight(), group
