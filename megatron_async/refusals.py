@@ -1,0 +1,207 @@
+"""What ``2bw-async`` does not support yet, as one table: refused before training starts, never silently wrong."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Arguments = argparse.Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One unsupported setting of Megatron.
+
+    Attributes:
+        flag: The flag, as the user writes it.
+        applies: Whether Megatron's validated arguments have the setting.
+        reason: Why it cannot work, in a few words.
+        remedy: What to do instead.
+    """
+
+    flag: str
+    applies: Callable[[Arguments], bool]
+    reason: str
+    remedy: str
+
+
+def _is_set(*names: str) -> Callable[[Arguments], bool]:
+    """Whether one of the arguments is there and truthy."""
+    return lambda args: any(bool(getattr(args, name, None)) for name in names)
+
+
+def _above_one(*names: str) -> Callable[[Arguments], bool]:
+    return lambda args: any((getattr(args, name, None) or 1) > 1 for name in names)
+
+
+def _has_level_one_barriers(args: Arguments) -> bool:
+    return args.timing_log_level >= 1 and args.barrier_with_L1_time
+
+
+_DROP = "drop the flag"
+_ONE_VERSION = "it keeps or caches weights outside the two weight versions"
+_PER_ITERATION = "it looks at gradients or weights of a batch whose update is still deferred"
+_CHANGES_BATCH = "forwards of the next batch have run before its size or data are decided"
+
+REFUSALS: tuple[Refusal, ...] = (
+    # Numbers
+    Refusal("--fp16", _is_set("fp16"), "loss scaling needs its overflow check inside the step", "use --bf16"),
+    Refusal("--loss-scale", _is_set("loss_scale"), "the deferred step does not unscale", _DROP),
+    Refusal("--fp8-format", _is_set("fp8"), "weight caches do not follow the weight versions", "use --bf16"),
+    Refusal("--fp4-format", _is_set("fp4"), "weight caches do not follow the weight versions", "use --bf16"),
+    Refusal(
+        "--calculate-per-token-loss",
+        _is_set("calculate_per_token_loss"),
+        "it broadcasts a token count across stages in every batch",
+        _DROP,
+    ),
+    # Parallelism
+    Refusal(
+        "virtual pipeline stages",
+        _is_set("virtual_pipeline_model_parallel_size"),
+        "the schedule is not interleaved, and without a bubble there is nothing for interleaving to gain",
+        "drop --num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank or the layout's "
+        "virtual stages",
+    ),
+    Refusal(
+        "--tensor-model-parallel-size",
+        _above_one("tensor_model_parallel_size"),
+        "tensor parallelism is not proved with it yet",
+        "use --tensor-model-parallel-size 1",
+    ),
+    Refusal(
+        "--context-parallel-size",
+        _above_one("context_parallel_size"),
+        "context parallelism is not proved with it yet",
+        "use --context-parallel-size 1",
+    ),
+    Refusal(
+        "--expert-model-parallel-size",
+        _above_one("expert_model_parallel_size"),
+        "expert parallelism is not proved with it yet",
+        "use --expert-model-parallel-size 1",
+    ),
+    Refusal(
+        "--num-experts",
+        _is_set("num_experts"),
+        "router statistics of prefetched forwards would be booked for the wrong batch",
+        "train a dense model",
+    ),
+    Refusal("--mtp-num-layers", _is_set("mtp_num_layers"), "multi-token prediction is not proved with it yet", _DROP),
+    Refusal(
+        "generalized tensor parallelism",
+        _above_one("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
+        "it is not proved with it yet",
+        "leave its sizes at 1",
+    ),
+    # Optimizer and gradients
+    Refusal(
+        "--optimizer",
+        lambda args: args.optimizer not in ("adam", "sgd", "muon"),
+        "its step is not proved to be deferrable yet",
+        "use --optimizer adam, sgd or muon",
+    ),
+    Refusal(
+        "--use-distributed-optimizer",
+        _is_set("use_distributed_optimizer", "use_layer_wise_distributed_optimizer"),
+        "sharded masters are not supported with two weight versions yet",
+        _DROP,
+    ),
+    Refusal(
+        "--use-megatron-fsdp / --use-torch-fsdp2",
+        _is_set("use_megatron_fsdp", "use_torch_fsdp2"),
+        _ONE_VERSION,
+        _DROP,
+    ),
+    Refusal("--use-precision-aware-optimizer", _is_set("use_precision_aware_optimizer"), _ONE_VERSION, _DROP),
+    Refusal("--optimizer-cpu-offload", _is_set("optimizer_cpu_offload"), _ONE_VERSION, _DROP),
+    Refusal(
+        "--overlap-grad-reduce",
+        _is_set("overlap_grad_reduce"),
+        "the hooks do not know which microbatch is the last of a batch here",
+        _DROP,
+    ),
+    Refusal("--overlap-param-gather", _is_set("overlap_param_gather"), _ONE_VERSION, _DROP),
+    Refusal(
+        "--delay-wgrad-compute",
+        _is_set("delay_wgrad_compute", "defer_embedding_wgrad_compute", "overlap_moe_expert_parallel_comm"),
+        "weight gradients would be computed after the weight version has changed",
+        _DROP,
+    ),
+    Refusal(
+        "--ddp-param-name-patterns-for-fp32-local-accumulation",
+        _is_set("ddp_param_name_patterns_for_fp32_local_accumulation"),
+        "gradients outside the accumulation buffer are not deferred",
+        _DROP,
+    ),
+    Refusal("--qk-clip", _is_set("qk_clip", "log_max_attention_logit"), "it changes weights after the step", _DROP),
+    Refusal("--freeze-all-layers", _is_set("freeze_all_layers"), "every stage needs parameters to train", _DROP),
+    # Batches and data
+    Refusal("--rampup-batch-size", _is_set("rampup_batch_size"), _CHANGES_BATCH, "use a constant --global-batch-size"),
+    Refusal(
+        "--step-batch-size-schedule",
+        _is_set("step_batch_size_schedule", "decrease_batch_size_if_needed"),
+        _CHANGES_BATCH,
+        "use a constant --global-batch-size",
+    ),
+    Refusal("--iterations-to-skip", _is_set("iterations_to_skip"), _CHANGES_BATCH, _DROP),
+    Refusal(
+        "--sft",
+        _is_set("sft", "hybrid_context_parallel", "dataloader_inter_document_masking"),
+        "packed sequences have statistics that are booked for the wrong batch",
+        _DROP,
+    ),
+    # Execution
+    Refusal(
+        "--cuda-graph-impl",
+        lambda args: args.cuda_graph_impl != "none" or args.optimizer_cuda_graph,
+        "a captured graph reads one set of weights",
+        "use --cuda-graph-impl none and drop --optimizer-cuda-graph",
+    ),
+    Refusal(
+        "--rerun-mode",
+        lambda args: args.rerun_mode != "disabled",
+        "it replays a batch of which forwards have already run",
+        "use --rerun-mode disabled",
+    ),
+    Refusal(
+        "--timing-log-level",
+        _has_level_one_barriers,
+        "its barriers stand at different places of the schedule on different stages",
+        "add --no-barrier-with-level-1-timing",
+    ),
+    Refusal(
+        "--fine-grained-activation-offloading / --cpu-offloading-num-layers",
+        _is_set("fine_grained_activation_offloading", "cpu_offloading_num_layers"),
+        "offloading is organized by batch, and two batches are in flight",
+        _DROP,
+    ),
+    Refusal("--use-ring-exchange-p2p", _is_set("use_ring_exchange_p2p"), "messages are sent one by one", _DROP),
+    Refusal("--perform-rl-step", _is_set("perform_rl_step"), _CHANGES_BATCH, _DROP),
+    Refusal(
+        "--inprocess-restart",
+        _is_set("inprocess_restart"),
+        "prefetched forwards do not survive a restart inside the process",
+        _DROP,
+    ),
+    # Checkpoints and logs
+    Refusal(
+        "--save",
+        _is_set("save"),
+        "checkpoints of both weight versions, which an exact resume needs, are not written yet",
+        "train without --save",
+    ),
+    Refusal("--log-num-zeros-in-grad", _is_set("log_num_zeros_in_grad"), _PER_ITERATION, _DROP),
+    Refusal("--log-params-norm", _is_set("log_params_norm"), _PER_ITERATION, _DROP),
+    Refusal(
+        "--save-params-interval / --save-wgrads-interval / --save-dgrads-interval / --save-activations-interval",
+        _is_set("save_params_interval", "save_wgrads_interval", "save_dgrads_interval", "save_activations_interval"),
+        _PER_ITERATION,
+        _DROP,
+    ),
+    Refusal(
+        "--check-weight-hash-across-dp-replicas-interval",
+        _is_set("check_weight_hash_across_dp_replicas_interval"),
+        _PER_ITERATION,
+        _DROP,
+    ),
+)

@@ -1,0 +1,235 @@
+"""The asynchronous pipeline inside Megatron's training loop, and which iteration a number belongs to."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from megatron_async.config import AsyncPipelineConfig
+from megatron_async.errors import ConfigurationError
+from megatron_async.optimizer.deferred_step import UpdateResult
+from megatron_async.pipeline.runtime import AsyncPipeline, PipelineOptions
+
+_ADVANCED, _SKIPPED, _NAN = "advanced iterations", "skipped iterations", "nan iterations"
+
+
+@dataclass(slots=True)
+class _Iteration:
+    """An iteration whose update is still pending, with what its result may change later.
+
+    Attributes:
+        number: Number of the iteration as Megatron logs it, from 1.
+        scheduler_steps: Position of the learning-rate schedule before the iteration moved it on.
+        samples: Samples consumed with this iteration; 0 until it is logged.
+        totals: Megatron's running totals, and a copy of them from before this iteration was booked.
+        losses: The iteration's losses.
+    """
+
+    number: int
+    scheduler_steps: int
+    samples: int = 0
+    totals: tuple[dict[str, Any], dict[str, Any]] | None = None
+    losses: dict[str, torch.Tensor] | None = None
+
+
+class Session:
+    """State of the plugin in one process, from ``install()`` on.
+
+    Attributes:
+        config: The configuration in effect; None until arguments are parsed.
+        pipeline: The pipeline, once the first training step has begun.
+        scheduler: Megatron's learning-rate scheduler.
+    """
+
+    def __init__(self, *, cpu: bool) -> None:
+        self.cpu = cpu
+        self.config: AsyncPipelineConfig | None = None
+        self.pipeline: AsyncPipeline | None = None
+        self.scheduler: Any = None
+        self.on_configure: list[Callable[[AsyncPipelineConfig], None]] = []
+        self._args: Any = None
+        self._optimizer: Any = None
+        self._model: list[torch.nn.Module] = []
+        self._pending: _Iteration | None = None
+
+    def check_machine(self, args: argparse.Namespace) -> None:
+        """Refuse what cannot run on this machine.
+
+        Raises:
+            ConfigurationError: If there is no CUDA device and the arguments need one.
+        """
+        if not self.cpu:
+            return
+        if args.distributed_backend != "gloo":
+            raise ConfigurationError(
+                f"--distributed-backend {args.distributed_backend} needs a CUDA device and this machine has none; "
+                "use --distributed-backend gloo"
+            )
+        if args.transformer_impl != "local":
+            raise ConfigurationError(
+                f"--transformer-impl {args.transformer_impl} needs a CUDA device and this machine has none; "
+                "use --transformer-impl local"
+            )
+
+    def configure(self, config: AsyncPipelineConfig, args: argparse.Namespace) -> None:
+        """Take the validated configuration."""
+        self.config = config
+        self._args = args
+        for callback in self.on_configure:
+            callback(config)
+
+    def adopt_optimizer(self, optimizer: Any, model: list[torch.nn.Module]) -> None:
+        """Make the optimizer's ``step()`` the begin of a deferred update."""
+        self._optimizer = optimizer
+        self._model = list(model)
+        optimizer.step = self.step
+
+    def forward_backward(self, stock: Callable[..., Any], *, forward_only: bool = False, **kwargs: Any) -> Any:
+        """One call of the schedule, with the signature of megatron-core's.
+
+        Args:
+            stock: The schedule that Megatron would run.
+            forward_only: Whether to evaluate: that is Megatron's schedule, on the newest weights.
+            **kwargs: Arguments of megatron-core's schedules.
+        """
+        if forward_only:
+            if self.pipeline is not None:
+                self.pipeline.bind_newest()
+            return stock(forward_only=True, **kwargs)
+        for name in ("p2p_communicator", "pg_collection", "adjust_tensor_shapes_fn"):
+            if kwargs.get(name) is not None:
+                raise ConfigurationError(f"pretrain({name}=...) is not supported with --pipeline-schedule=2bw-async")
+        if self.pipeline is None:
+            self.pipeline = self._make_pipeline()
+        timers = self.pipeline.config.timers
+        if timers is not None:
+            # Without Megatron's barrier: stages are at different places of the schedule.
+            timers("forward-backward", log_level=1).start(barrier=False)
+        m = kwargs["num_microbatches"]
+        losses = self.pipeline.forward_backward(
+            forward_step_func=kwargs["forward_step_func"],
+            data_iterator=kwargs["data_iterator"],
+            num_microbatches=m,
+            next_num_microbatches=None if self._is_last_step() else m,
+            seq_length=kwargs["seq_length"],
+            micro_batch_size=kwargs["micro_batch_size"],
+            decoder_seq_length=kwargs.get("decoder_seq_length"),
+        )
+        if timers is not None:
+            timers("forward-backward").stop()
+        return losses
+
+    def step(self) -> tuple[bool, float | None, None]:
+        """In place of the optimizer's ``step()``: begin the update.
+
+        Returns:
+            (successful, gradient norm, zeros in the gradient) as Megatron's optimizers do. While the update is
+            pending it counts as successful and has no norm; both are set right when it completes.
+        """
+        assert self.pipeline is not None
+        assert self.scheduler is not None
+        iteration = self._args.curr_iteration + 1
+        self.pipeline.step()
+        if self._is_last_step() or self._is_logged(iteration):
+            result = self.pipeline.complete()
+            assert result is not None
+            if result.skipped:
+                _say_skipped(iteration, result)
+            return not result.skipped, result.grad_norm, None
+        self._pending = _Iteration(iteration, self.scheduler.num_steps)
+        return True, None, None
+
+    def before_log(self, losses: dict[str, torch.Tensor], totals: dict[str, Any], iteration: int) -> None:
+        """Remember what a late skip of this iteration would have to undo."""
+        if self._pending is not None and self._pending.number == iteration:
+            self._pending.samples = self._args.consumed_train_samples
+            self._pending.totals = (totals, dict(totals))
+            self._pending.losses = losses
+
+    def finish_training(self) -> None:
+        """Complete the last update, bind the newest weights, take messages off the wire."""
+        if self.pipeline is not None:
+            self.pipeline.bind_newest()
+            self.pipeline.executor.discard_prefetched()
+
+    def _make_pipeline(self) -> AsyncPipeline:
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        assert self.config is not None
+        if len(self._model) != 1:
+            raise ConfigurationError("2bw-async runs one model chunk a stage; drop virtual pipeline stages")
+        pipeline = AsyncPipeline(
+            model=self._model[0],
+            optimizer=self._optimizer,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            options=PipelineOptions(
+                schedule=self.config.pipeline_schedule,
+                warmup_factor=self.config.async_warmup_factor,
+                ef_coefficient=self.config.ef_coefficient,
+                timeout=timedelta(minutes=self._args.distributed_timeout_minutes),
+            ),
+        )
+        pipeline.updates.on_complete.append(self._after_update)
+        return pipeline
+
+    def _is_last_step(self) -> bool:
+        """Whether the training loop ends with the current iteration, as far as that is known in advance."""
+        args = self._args
+        following = args.curr_iteration + 1
+        return (
+            following >= args.train_iters
+            or bool(args.exit_interval and following % args.exit_interval == 0)
+            or following in (args.phase_transition_iterations or ())
+        )
+
+    def _is_logged(self, iteration: int) -> bool:
+        """Whether Megatron prints this iteration, so that its norm is needed now. The wait costs a little, once."""
+        first = self.pipeline is not None and self.pipeline.updates.next_update == 1
+        return first or iteration % self._args.log_interval == 0
+
+    def _after_update(self, result: UpdateResult) -> None:
+        """Book a result that came after its iteration was logged."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if result.skipped:
+            # The schedule moved on in the belief that the update would be made; no update has used it since.
+            self.scheduler.num_steps = pending.scheduler_steps
+            self.scheduler.step(0)
+            _book_as_skipped(pending)
+            _say_skipped(pending.number, result)
+        self._log_norm(pending, result.grad_norm)
+
+    def _log_norm(self, pending: _Iteration, norm: float) -> None:
+        from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+        if pending.number % self._args.tensorboard_log_interval != 0:
+            return
+        writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+        if writer is not None:
+            writer.add_scalar("grad-norm", norm, pending.number)
+            writer.add_scalar("grad-norm vs samples", norm, pending.samples)
+            if wandb is not None:
+                wandb.log({"grad-norm": norm}, pending.number)
+
+
+def _book_as_skipped(iteration: _Iteration) -> None:
+    """Turn an iteration that Megatron's running totals count as advanced into a skipped one."""
+    if iteration.totals is None:
+        return
+    totals, before = iteration.totals
+    totals.clear()
+    totals.update(before)
+    totals.setdefault(_ADVANCED, 0)
+    totals[_SKIPPED] = totals.get(_SKIPPED, 0) + 1
+    lost = any(not bool(torch.isfinite(loss.float().sum())) for loss in (iteration.losses or {}).values())
+    totals[_NAN] = totals.get(_NAN, 0) + int(lost)
+
+
+def _say_skipped(iteration: int, result: UpdateResult) -> None:
+    from megatron.training.utils import print_rank_last
+
+    print_rank_last(f"> megatron_async: iteration {iteration}: update skipped, gradient norm {result.grad_norm}")

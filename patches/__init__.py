@@ -1,0 +1,1 @@
+"""The upstream names that the plugin replaces, each declared in one table, with what it replaces them by."""
