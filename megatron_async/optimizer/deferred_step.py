@@ -273,7 +273,7 @@ class _GlobalNorm:
         self._work = self._gathered = None
         if not all(map(math.isfinite, values)):
             return math.nan
-        return math.sqrt(math.fsum(values))
+        return math.fsum(values) ** 0.5
 
     def close(self) -> None:
         dist.destroy_process_group(self._group)

@@ -1,0 +1,264 @@
+"""One case of the exactness test: the real pipeline, with Megatron's parts, beside the records of the oracle."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import MegatronModule, TransformerConfig
+
+from megatron_async.pipeline.runtime import AsyncPipeline, PipelineOptions
+from tests.distributed.exactness_cases import Case, learning_rate
+from tests.models import Stage, build_stages, cross_entropy, make_microbatch, tied_pairs
+from tests.oracle import Oracle, OracleConfig, Record
+
+
+def oracle_records(case: Case) -> list[Record]:
+    """The records of all updates."""
+    config = OracleConfig(
+        schedule="2bw-async",
+        ef_coefficient=case.ef,
+        lr=lambda batch: learning_rate(case.optimizer, batch),
+        dtype=getattr(torch, case.dtype),
+        fault=case.fault,  # type: ignore[arg-type]
+        **case.optimizer_settings,
+    )
+    oracle = Oracle(
+        build_stages(case.spec, case.stages),
+        cross_entropy,
+        config,
+        tied=tied_pairs(case.spec, case.stages),
+        # One rounding, as the pipeline adds the stages' norms; Megatron's all-reduce leaves the order to the backend.
+        sum_across_stages=lambda squares: torch.tensor(math.fsum(s.item() for s in squares), dtype=torch.float64),
+    )
+    return [
+        oracle.step([make_microbatch(case.spec, k, i) for i in range(case.microbatches)]) for k in range(case.updates)
+    ]
+
+
+class PipelineStage(MegatronModule):
+    """A plain stage behind the protocol that Megatron's schedules expect of a model."""
+
+    def __init__(self, config: TransformerConfig, stage: Stage) -> None:
+        super().__init__(config)
+        self.stage = stage
+        self.pre_process, self.post_process = stage.pre_process, stage.post_process
+        self.share_embeddings_and_output_weights = stage.share_embeddings_and_output_weights
+        self.input_tensor: torch.Tensor | None = None
+
+    def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
+        (self.input_tensor,) = tensors
+
+    def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
+        return self.stage.shared_embedding_or_output_weight()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.stage(tokens if self.pre_process else self.input_tensor)
+
+
+def build_pipeline(case: Case) -> tuple[AsyncPipeline, Any]:
+    """The pipeline of this rank and its Megatron optimizer; the model-parallel groups must be initialized."""
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    dtype = getattr(torch, case.dtype)
+    config = TransformerConfig(
+        num_layers=case.stages,
+        hidden_size=case.spec.hidden,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=case.stages,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        deallocate_pipeline_outputs=True,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+    )
+    stage = build_stages(case.spec, case.stages)[rank].to(dtype)
+    stage.mark_parameters()
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    if not case.data_parallel:
+        # The other replicas of this pipeline run other cases: to this one it is alone, like a rank without TP.
+        groups.dp = groups.dp_cp = groups.expt_dp = groups.tp
+    model = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+        PipelineStage(config, stage),
+        pg_collection=groups,
+    )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            lr=learning_rate(case.optimizer, 0),
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            **case.optimizer_settings,
+        ),
+        [model],
+    )
+    for group in optimizer.param_groups:
+        group["weight_decay"] *= group.get("wd_mult", 1.0)  # as Megatron's scheduler does
+    options = PipelineOptions(warmup_factor=case.warmup_factor, ef_coefficient=case.ef)
+    return AsyncPipeline(model=model, optimizer=optimizer, pg_collection=groups, options=options), optimizer
+
+
+def loss_function(targets: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = cross_entropy(logits, targets)
+    return loss, {"loss": loss.detach().clone()}
+
+
+def forward_step(data: Iterator[Any], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+    tokens, targets = next(data)
+    return model(tokens), functools.partial(loss_function, targets)
+
+
+class Comparison:
+    """Compares every update of the pipeline with the oracle's, byte for byte."""
+
+    def __init__(self, pipeline: AsyncPipeline, records: list[Record]) -> None:
+        self.pipeline = pipeline
+        self.records = records
+        self.differences: list[str] = []
+        self.compared = 0
+        stage = pipeline.schedule.stage
+        names = {id(p): n for n, p in pipeline.model.module.stage.named_parameters()}
+        self.names = [names[id(m.parameter)] for m in pipeline.updates.masters]
+        self.stage = stage
+
+    def __call__(self, result: Any) -> None:
+        record = self.records[result.update]
+        updates, versions = self.pipeline.updates, self.pipeline.versions
+        self._equal(result.update, "norm", torch.tensor(result.grad_norm), torch.tensor(record.norm))
+        for i, (name, master) in enumerate(zip(self.names, updates.masters, strict=True)):
+            expected = record.gradients[self.stage][name]
+            if record.clip_coefficient < 1.0:
+                expected = expected * record.clip_coefficient
+            found = {
+                "gradient": (updates._gradients.of(master.parameter), expected),
+                "newest": (versions.tensors(result.update + 1)[i], record.newest[self.stage][name]),
+                "older": (versions.tensors(result.update)[i], record.older[self.stage][name]),
+                "master": (master.weight, record.masters[self.stage][name]),
+            }
+            state = self._state(master.optimized)
+            for key, value in record.optimizer_state[self.stage][name].items():
+                found[f"state {key}"] = (state[key], value)
+            for what, (ours, oracles) in found.items():
+                self._equal(result.update, f"{name} {what}", ours, oracles)
+        self.compared += 1
+
+    def _state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        for base in self.pipeline.updates.optimizer.chained_optimizers:
+            if parameter in base.optimizer.state:
+                return dict(base.optimizer.state[parameter])
+        return {}
+
+    def losses(self, batch: int, losses: list[dict[str, torch.Tensor]]) -> None:
+        if self.pipeline.schedule.is_last:
+            ours = torch.stack([entry["loss"].float() for entry in losses])
+            self._equal(batch, "losses", ours, self.records[batch].losses)
+
+    def _equal(self, update: int, what: str, ours: torch.Tensor, oracles: torch.Tensor) -> None:
+        if ours.dtype != oracles.dtype or not torch.equal(ours.detach().reshape(oracles.shape), oracles):
+            self.differences.append(f"update {update}, stage {self.stage}: {what}")
+
+
+def run_case(case: Case, records: list[Record]) -> tuple[list[str], int]:
+    """Train all batches of the case.
+
+    Returns:
+        The differences on this rank, and the number of updates compared.
+    """
+    pipeline, optimizer = build_pipeline(case)
+    comparison = Comparison(pipeline, records)
+    pipeline.updates.on_complete.append(comparison)
+    data = (make_microbatch(case.spec, k, i) for k in range(case.updates) for i in range(case.microbatches))
+    with SABOTAGES[case.sabotage](pipeline):
+        for k in range(case.updates):
+            for chunk in pipeline.model.buffers:
+                chunk.reset()
+            losses = pipeline.forward_backward(
+                forward_step_func=forward_step,
+                data_iterator=data,
+                num_microbatches=case.microbatches,
+                next_num_microbatches=case.microbatches if k + 1 < case.updates else None,
+                seq_length=case.spec.sequence,
+                micro_batch_size=case.spec.micro_batch,
+            )
+            comparison.losses(k, losses)
+            pipeline.step()
+            # As Megatron's scheduler does: the rate of the next batch, before the deferred step has run.
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(case.optimizer, k + 1)
+            if case.complete_early and k % 3 == 0:
+                pipeline.bind_newest()
+        pipeline.complete()
+    pipeline.close()
+    return comparison.differences, comparison.compared
+
+
+def _no_rebinding(pipeline: AsyncPipeline) -> Any:
+    """Backwards run on whatever version is bound."""
+    executor, bind = pipeline.executor, pipeline.versions.bind
+    original = executor._handlers
+
+    def backward(action: Any) -> None:
+        pipeline.versions.bind = lambda version: None  # type: ignore[method-assign]
+        executor._backward(action)
+        pipeline.versions.bind = bind  # type: ignore[method-assign]
+
+    executor._handlers = {op: backward if op.value == "backward" else f for op, f in original.items()}
+    return contextlib.nullcontext()
+
+
+def _write_into_live_buffer(pipeline: AsyncPipeline) -> Any:
+    """The new version also lands in the buffer that the graphs in flight read."""
+    versions = pipeline.versions
+    end_write = versions.end_write
+
+    def overwrite(version: int) -> None:
+        for target, source in zip(versions.tensors(version - 1), versions.tensors(version - 2), strict=True):
+            target.copy_(source)
+        end_write(version)
+
+    versions.end_write = overwrite  # type: ignore[method-assign]
+    return contextlib.nullcontext()
+
+
+def _current_learning_rate(pipeline: AsyncPipeline) -> Any:
+    """The deferred step takes the rate that the scheduler has moved on to."""
+    pipeline.updates._exchange_schedule = lambda values: values  # type: ignore[method-assign]
+    return contextlib.nullcontext()
+
+
+def _first_update_without_feedback(pipeline: AsyncPipeline) -> Any:
+    """The first update is left uncorrected, and no later one makes up for it."""
+    updates = pipeline.updates
+    coefficient, step = updates.ef_coefficient, updates._step
+
+    def first_differs(norm: float) -> None:
+        updates.ef_coefficient = coefficient if updates.pending else 0.0
+        step(norm)
+
+    updates._step = first_differs  # type: ignore[method-assign]
+    return contextlib.nullcontext()
+
+
+def _one_version_too_new(pipeline: AsyncPipeline) -> Any:
+    """Every batch reads the newest weights there are, in forward and backward."""
+    pipeline.schedule.version_read = lambda batch: pipeline.versions.newest  # type: ignore[method-assign]
+    return contextlib.nullcontext()
+
+
+SABOTAGES: dict[str | None, Callable[[AsyncPipeline], Any]] = {
+    None: lambda pipeline: contextlib.nullcontext(),
+    "no rebinding before the backward": _no_rebinding,
+    "written into a live buffer": _write_into_live_buffer,
+    "learning rate of the next batch": _current_learning_rate,
+    "error feedback drops u_0": _first_update_without_feedback,
+    "newest weights": _one_version_too_new,
+}

@@ -1,0 +1,159 @@
+"""The grid of the exactness test. Imports nothing of Megatron: pytest reads it to name the cases."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.models import ModelSpec
+
+UPDATES = 30
+PEAK_LR = {"adam": 3e-3, "sgd": 3e-2, "muon": 3e-3}
+
+
+def learning_rate(optimizer: str, batch: int) -> float:
+    """Another value in every batch: three of warm-up, then a cosine."""
+    peak = PEAK_LR[optimizer]
+    return peak * (batch + 1) / 4 if batch < 3 else peak * 0.5 * (1 + math.cos(math.pi * batch / (UPDATES + 5)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One configuration.
+
+    ``fault`` makes the oracle wrong, ``sabotage`` the pipeline: negative controls.
+    """
+
+    stages: int
+    microbatches: int
+    optimizer: str
+    ef: float = 0.0
+    warmup_factor: int = 1
+    dtype: str = "float32"
+    tied: bool = False
+    clip: float = 0.5
+    blocks: tuple[str, ...] = ("leaf", "view", "mixed", "leaf")
+    updates: int = UPDATES
+    complete_early: bool = False
+    data_parallel: bool = False
+    fault: str | None = None
+    sabotage: str | None = None
+
+    @property
+    def name(self) -> str:
+        parts = [
+            f"p{self.stages}-m{self.microbatches}-w{self.warmup_factor}",
+            self.optimizer,
+            f"c{self.ef}",
+            self.dtype,
+        ]
+        parts += (
+            ["tied"] * self.tied
+            + ["early"] * self.complete_early
+            + ["dp"] * self.data_parallel
+            + ["unclipped"] * (self.clip == 0)
+        )
+        parts += [f"fault={self.fault}"] * bool(self.fault) + [f"sabotage={self.sabotage}"] * bool(self.sabotage)
+        return "-".join(parts + ([] if self.blocks == Case.blocks else ["+".join(self.blocks)]))
+
+    @property
+    def spec(self) -> ModelSpec:
+        return ModelSpec(blocks=self.blocks, tied=self.tied)
+
+    @property
+    def optimizer_settings(self) -> dict[str, Any]:
+        """Fields that Megatron's and the oracle's configuration share by name."""
+        return {
+            "optimizer": self.optimizer,
+            "weight_decay": 0.1,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.95,
+            "adam_eps": 1e-8,
+            "sgd_momentum": 0.9,
+            "muon_momentum": 0.95,
+            "muon_nesterov": True,
+            "clip_grad": self.clip,
+        }
+
+    def oracle_key(self) -> Case:
+        """The part of the case that the oracle's records depend on."""
+        return replace(self, warmup_factor=1, sabotage=None, complete_early=False, data_parallel=False)
+
+
+OPTIMIZERS = ("adam", "sgd", "muon")
+COEFFICIENTS = (0.0, 0.35, 1.0)
+
+
+def layouts() -> list[tuple[int, int, int]]:
+    """(stages, microbatches, warm-up factor): m in {p, p+1, 2p+1}, factor 2 where m allows it."""
+    return [
+        (p, m, factor)
+        for p in (1, 2, 4)
+        for m in (p, p + 1, 2 * p + 1)
+        for factor in (1, 2)
+        if m >= factor * (p - 1) + 1 and not (p == 1 and factor == 2)
+    ]
+
+
+def equal_cases() -> list[dict[str, Any]]:
+    """Cases in which the pipeline must equal the oracle."""
+    cases: list[dict[str, Any]] = [
+        {"stages": p, "microbatches": m, "warmup_factor": factor, "optimizer": optimizer, "ef": c}
+        for p, m, factor in layouts()
+        for optimizer in OPTIMIZERS
+        for c in COEFFICIENTS
+    ]
+    # bf16 with fp32 masters
+    cases += [
+        {"stages": p, "microbatches": 2 * p + 1, "optimizer": optimizer, "ef": c, "dtype": "bfloat16"}
+        for p in (1, 2, 4)
+        for optimizer in OPTIMIZERS
+        for c in (0.0, 1.0)
+    ]
+    # embedding tied to the output layer of another stage
+    cases += [
+        {"stages": p, "microbatches": p + 1, "optimizer": optimizer, "ef": c, "tied": True}
+        for p in (1, 2, 4)
+        for optimizer in OPTIMIZERS
+        for c in (0.0, 1.0)
+    ]
+    cases.append({"stages": 4, "microbatches": 5, "optimizer": "muon", "ef": 1.0, "tied": True, "dtype": "bfloat16"})
+    # data parallelism over equal data: the average of equal gradients is exact
+    cases += [
+        {"stages": p, "microbatches": 3, "optimizer": optimizer, "ef": 1.0, "data_parallel": True}
+        for p in (1, 2)
+        for optimizer in ("adam", "muon")
+    ]
+    # completed right after they begin, every third time, as an evaluation does; clipping off
+    cases += [
+        {"stages": p, "microbatches": p + 1, "optimizer": "adam", "ef": 1.0, "complete_early": True} for p in (1, 2, 4)
+    ]
+    cases += [{"stages": p, "microbatches": p, "optimizer": "adam", "ef": 0.35, "clip": 0.0} for p in (1, 4)]
+    return cases
+
+
+def unequal_cases() -> list[dict[str, Any]]:
+    """Negative controls: cases in which the comparison must find a difference."""
+    base = {"stages": 2, "microbatches": 3, "optimizer": "adam", "ef": 1.0, "updates": 8}
+    faults = (
+        "fresh_gradient",
+        "stale_base",
+        "ef_drops_u0",
+        "lr_of_next_step",
+        "backward_at_new_weights",
+        "reordered_microbatches",
+        "early_scaling",
+    )
+    cases: list[dict[str, Any]] = [{**base, "fault": fault} for fault in faults]
+    leaf, view = ("leaf",) * 4, ("view",) * 4
+    cases += [
+        {**base, "sabotage": "no rebinding before the backward", "blocks": leaf},
+        # An op that saved a view is safe from a missing rebinding, not from a buffer that is written while it lives.
+        {**base, "sabotage": "written into a live buffer", "blocks": view},
+        {**base, "sabotage": "written into a live buffer", "blocks": leaf},
+        {**base, "sabotage": "learning rate of the next batch"},
+        {**base, "sabotage": "error feedback drops u_0"},
+        {**base, "stages": 1, "complete_early": True, "sabotage": "newest weights"},
+    ]
+    return cases

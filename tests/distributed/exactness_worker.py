@@ -1,0 +1,73 @@
+"""Rank of the exactness test: runs every case and writes what was found. Started by test_exactness.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_async.patches import cpu
+from tests.distributed.exactness_cases import OPTIMIZERS, Case, equal_cases, unequal_cases
+
+RANKS = 4
+
+
+def rounds(cases: list[Case], replicas: int) -> Iterator[list[Case]]:
+    """What the replicas of a pipeline run at the same time: each a case of its own, or all the same one."""
+    for optimizer in OPTIMIZERS:  # one at a time: Megatron aligns the parameter groups of all ranks
+        alone = [c for c in cases if c.optimizer == optimizer and not c.data_parallel]
+        for start in range(0, len(alone), replicas):
+            chunk = alone[start : start + replicas]
+            yield chunk + [chunk[-1]] * (replicas - len(chunk))
+    for case in cases:
+        if case.data_parallel:
+            yield [case] * replicas
+
+
+def main(folder: Path) -> None:
+    if cpu.is_needed():
+        cpu.install()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    from megatron.core import parallel_state
+
+    from tests.distributed.exactness import oracle_records, run_case
+
+    rank = dist.get_rank()
+    cases = [Case(**settings) for settings in [*equal_cases(), *unequal_cases()]]
+    # The ranks share the oracle's work, then read each other's records.
+    keys = list(dict.fromkeys(case.oracle_key() for case in cases))
+    for key in keys[rank::RANKS]:
+        torch.save(oracle_records(key), folder / f"{keys.index(key)}.pt")
+    dist.barrier()
+    results: dict[str, dict[str, Any]] = {}
+    for stages in (1, 2, 4):
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
+        replicas = RANKS // stages
+        replica = parallel_state.get_data_parallel_rank()
+        for together in rounds([c for c in cases if c.stages == stages], replicas):
+            case = together[replica]
+            records = torch.load(folder / f"{keys.index(case.oracle_key())}.pt", weights_only=False)
+            differences, compared = run_case(case, records)
+            findings: list[tuple[Case, int, list[str]] | None] = [None] * RANKS
+            dist.all_gather_object(findings, (case, compared, differences))
+            for found, updates, what in filter(None, findings):
+                entry = results.setdefault(
+                    found.name, {"compared": updates, "expected": found.updates, "differences": []}
+                )
+                entry["compared"] = min(entry["compared"], updates)
+                entry["differences"] += what[:3]
+        parallel_state.destroy_model_parallel()
+    if rank == 0:
+        (folder / "results.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,41 @@
+"""The pipeline against the oracle, byte for byte: gradients, weight versions, masters, optimizer state, norm, losses.
+
+Four ranks are started once; see exactness_worker.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.exactness_cases import Case, equal_cases, unequal_cases
+from tests.distributed.ranks import run_cases
+
+EQUAL = [Case(**case).name for case in equal_cases()]
+UNEQUAL = [Case(**case).name for case in unequal_cases()]
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder: Path = tmp_path_factory.mktemp("exactness")
+    return run_cases(4, "tests.distributed.exactness_worker", folder, timeout=1200)
+
+
+def test_names_are_unique() -> None:
+    assert len(set(EQUAL + UNEQUAL)) == len(EQUAL) + len(UNEQUAL)
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equals_the_oracle(findings: dict[str, Any], name: str) -> None:
+    found = findings[name]
+    assert found["compared"] == found["expected"] >= 30
+    assert found["differences"] == []
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_negative_control_is_seen(findings: dict[str, Any], name: str) -> None:
+    found = findings[name]
+    assert found["compared"] == found["expected"]
+    assert found["differences"]

@@ -1,0 +1,127 @@
+"""What an oracle run computes: schedule, optimizer, error feedback, and an optional deliberate fault."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+Schedule = Literal["sync", "2bw-async", "pipedream"]
+OptimizerName = Literal["adam", "sgd", "muon"]
+Fault = Literal[
+    "fresh_gradient",
+    "stale_base",
+    "ef_drops_u0",
+    "lr_of_next_step",
+    "backward_at_new_weights",
+    "backward_rebound",
+    "reordered_microbatches",
+    "early_scaling",
+]
+FAULTS: tuple[Fault, ...] = get_args(Fault)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParamRule:
+    """How the optimizer treats one parameter.
+
+    Attributes:
+        matrix: Whether Muon takes the parameter (ignored by Adam and SGD).
+        lr_mult: Factor on the learning rate.
+        wd_mult: Factor on the weight decay.
+        qkv_split_shapes: Rows of q, k and v of one query group, for a fused projection that Muon
+            orthogonalizes in parts; None for one matrix.
+    """
+
+    matrix: bool = False
+    lr_mult: float = 1.0
+    wd_mult: float = 1.0
+    qkv_split_shapes: tuple[int, ...] | None = None
+
+
+def default_rule(name: str, param: nn.Parameter) -> ParamRule:
+    """Megatron's treatment: no decay on vectors and biases, no Muon on vectors, embedding and output."""
+    decays = param.dim() > 1 and not name.endswith(".bias")
+    embedding = getattr(param, "is_embedding_or_output_parameter", False)
+    return ParamRule(matrix=param.dim() == 2 and not embedding, wd_mult=1.0 if decays else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OracleConfig:
+    """One oracle run. The optimizer's fields bear the names of megatron-core's ``OptimizerConfig``.
+
+    Attributes:
+        schedule: "sync" reads x_k, "2bw-async" reads x_{max(k-1,0)}, "pipedream" reads
+            x_{max(k-(p-1-s),0)} on stage s of p.
+        ef_coefficient: c of the error feedback; 0 is off.
+        lr: Learning rate of batch k: a constant, a sequence indexed by k, or a function of k.
+        clip_grad: Limit of the global gradient norm; 0 is off.
+        dtype: Model dtype, torch.float32 or torch.bfloat16; masters are always fp32.
+        fault: A deliberate error, for negative controls. "fresh_gradient" reads x_k. "stale_base" applies the
+            update to x_{k-1}. "ef_drops_u0" leaves the first update uncorrected. "lr_of_next_step" is off by
+            one. "backward_at_new_weights" overwrites the weights in place between forward and backward;
+            "backward_rebound" rebinds ``param.data`` there, which an op that saved a view does not notice.
+            "reordered_microbatches" accumulates in reverse order; that shows in fp32 and for m >= 3 (two
+            terms commute, and a few bf16 gradients add up exactly in fp32). "early_scaling" clips each
+            microbatch to ``clip_grad / m`` before accumulation, instead of the sum.
+    """
+
+    schedule: Schedule = "2bw-async"
+    ef_coefficient: float = 0.0
+    lr: float | Sequence[float] | Callable[[int], float] = 1e-2
+    clip_grad: float = 0.0
+    dtype: torch.dtype = torch.float32
+    fault: Fault | None = None
+
+    optimizer: OptimizerName = "adam"
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    sgd_momentum: float = 0.9
+    muon_momentum: float = 0.9
+    muon_nesterov: bool = False
+    muon_num_ns_steps: int = 5
+    muon_coefficient_type: str = "quintic"
+    muon_scale_mode: str = "spectral"
+    muon_extra_scale_factor: float = 1.0
+    muon_fp32_matmul_prec: str = "medium"
+
+    def __post_init__(self) -> None:
+        if self.schedule == "sync" and self.ef_coefficient != 0.0:
+            raise ValueError("schedule='sync' has no error feedback: set ef_coefficient=0")
+        for value, allowed in (
+            (self.schedule, get_args(Schedule)),
+            (self.optimizer, get_args(OptimizerName)),
+            (self.fault, (None, *FAULTS)),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{value!r} is not one of {allowed}")
+        if self.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"dtype must be torch.float32 or torch.bfloat16, got {self.dtype}")
+        if not math.isfinite(self.ef_coefficient) or self.ef_coefficient < 0:
+            raise ValueError(f"ef_coefficient must be finite and >= 0, got {self.ef_coefficient}")
+        needs_delay = ("fresh_gradient", "stale_base", "backward_at_new_weights", "backward_rebound")
+        if self.fault in needs_delay and self.schedule == "sync":
+            raise ValueError(f"fault={self.fault!r} changes nothing under schedule='sync'")
+        if self.fault == "ef_drops_u0" and self.ef_coefficient == 0.0:
+            raise ValueError("fault='ef_drops_u0' changes nothing with ef_coefficient=0")
+        if self.fault == "early_scaling" and self.clip_grad <= 0.0:
+            raise ValueError("fault='early_scaling' changes nothing with clip_grad=0")
+
+    def learning_rate(self, batch: int) -> float:
+        """Learning rate of batch ``batch``, under the configured fault."""
+        index = batch + 1 if self.fault == "lr_of_next_step" else batch
+        if callable(self.lr):
+            return self.lr(index)
+        return self.lr if isinstance(self.lr, float | int) else self.lr[index]
+
+    def delay(self, stage: int, stages: int) -> int:
+        """Age in updates of the weights that stage ``stage`` of ``stages`` reads."""
+        if self.schedule == "sync" or self.fault == "fresh_gradient":
+            return 0
+        return 1 if self.schedule == "2bw-async" else stages - 1 - stage

@@ -1,0 +1,185 @@
+"""Flags, their defaults and texts, and everything that is refused."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from megatron_async.config import AsyncPipelineConfig, add_arguments, adjust_arguments, flag_names
+from megatron_async.errors import ConfigurationError
+from megatron_async.refusals import REFUSALS
+
+
+def parse(*flags: str) -> AsyncPipelineConfig:
+    return AsyncPipelineConfig.from_args(add_arguments(argparse.ArgumentParser()).parse_args(list(flags)))
+
+
+def megatron(**changes: Any) -> argparse.Namespace:
+    """The validated arguments of Megatron that a plain asynchronous run has."""
+    values: dict[str, Any] = {
+        "micro_batch_size": 2,
+        "global_batch_size": 16,
+        "data_parallel_size": 1,
+        "pipeline_model_parallel_size": 4,
+        "optimizer": "adam",
+        "cuda_graph_impl": "none",
+        "optimizer_cuda_graph": False,
+        "rerun_mode": "disabled",
+        "timing_log_level": 0,
+        "barrier_with_L1_time": True,
+        "wandb_project": "",
+        "wandb_save_dir": "",
+        "tensorboard_dir": None,
+        "save": None,
+    }
+    return argparse.Namespace(**{**values, **changes})
+
+
+def test_defaults_leave_megatron_alone() -> None:
+    config = parse()
+    assert config == AsyncPipelineConfig()
+    assert not config.is_asynchronous
+    assert config.ef_coefficient == 0.0
+    config.validate(argparse.Namespace())  # looks at nothing of Megatron's
+
+
+def test_flags() -> None:
+    config = parse(
+        "--pipeline-schedule=2bw-async",
+        *("--async-error-feedback", "--async-ef-coefficient", "0.35", "--async-warmup-factor", "2"),
+    )
+    assert config.is_asynchronous
+    assert config.ef_coefficient == 0.35
+    assert config.async_warmup_factor == 2
+
+
+def test_every_flag_has_a_help_text_in_its_own_group() -> None:
+    parser = add_arguments(argparse.ArgumentParser())
+    (group,) = (g for g in parser._action_groups if "megatron_async" in (g.title or ""))
+    texts = {a.option_strings[0]: a.help for a in group._group_actions}
+    assert set(texts) == set(flag_names())
+    assert all(text and len(text) > 20 for text in texts.values())
+    parser.format_help()  # a stray % would raise
+
+
+def test_a_plain_asynchronous_run_is_accepted() -> None:
+    for flags in ([], ["--async-error-feedback"], ["--async-warmup-factor", "2"]):
+        parse("--pipeline-schedule", "2bw-async", *flags).validate(megatron(global_batch_size=16))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--async-error-feedback"], r"--async-error-feedback has no effect .* add --pipeline-schedule=2bw-async"),
+        (["--async-warmup-factor", "2"], r"--async-warmup-factor has no effect .* add --pipeline-schedule=2bw-async"),
+        (["--async-ef-coefficient", "0.5"], "--async-ef-coefficient has no effect without --async-error-feedback"),
+        (["--async-error-feedback", "--async-ef-coefficient", "-1"], "--async-ef-coefficient must be .* got -1.0"),
+        (["--async-error-feedback", "--async-ef-coefficient", "nan"], "--async-ef-coefficient must be .* got nan"),
+        (["--async-error-feedback", "--async-ef-coefficient", "inf"], "--async-ef-coefficient must be .* got inf"),
+    ],
+)
+def test_bad_values(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        parse(*flags).validate(megatron())
+
+
+@pytest.mark.parametrize("flags", [["--pipeline-schedule", "gpipe"], ["--async-warmup-factor", "3"]])
+def test_values_outside_the_choices_end_the_parser(flags: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(*flags)
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("factor", "batch", "least"),
+    [(1, 6, "raise --global-batch-size to 8 or more"), (2, 12, "raise --global-batch-size to 14 or more or use")],
+)
+def test_too_few_microbatches(factor: int, batch: int, least: str) -> None:
+    config = AsyncPipelineConfig(pipeline_schedule="2bw-async", async_warmup_factor=factor)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=f"--global-batch-size {batch} gives {batch // 2} microbatch.*{least}"):
+        config.validate(megatron(global_batch_size=batch))
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "--fp16": {"fp16": True},
+    "--loss-scale": {"loss_scale": 1024.0},
+    "--fp8-format": {"fp8": "e4m3"},
+    "--fp4-format": {"fp4": "e2m1"},
+    "--calculate-per-token-loss": {"calculate_per_token_loss": True},
+    "virtual pipeline stages": {"virtual_pipeline_model_parallel_size": 2},
+    "--tensor-model-parallel-size": {"tensor_model_parallel_size": 2},
+    "--context-parallel-size": {"context_parallel_size": 2},
+    "--expert-model-parallel-size": {"expert_model_parallel_size": 2},
+    "--num-experts": {"num_experts": 8},
+    "--mtp-num-layers": {"mtp_num_layers": 1},
+    "generalized tensor parallelism": {"gtp_weight_remat_size": 2},
+    "--optimizer": {"optimizer": "soap"},
+    "--use-distributed-optimizer": {"use_distributed_optimizer": True},
+    "--use-megatron-fsdp / --use-torch-fsdp2": {"use_megatron_fsdp": True},
+    "--use-precision-aware-optimizer": {"use_precision_aware_optimizer": True},
+    "--optimizer-cpu-offload": {"optimizer_cpu_offload": True},
+    "--overlap-grad-reduce": {"overlap_grad_reduce": True},
+    "--overlap-param-gather": {"overlap_param_gather": True},
+    "--delay-wgrad-compute": {"delay_wgrad_compute": True},
+    "--ddp-param-name-patterns-for-fp32-local-accumulation": {
+        "ddp_param_name_patterns_for_fp32_local_accumulation": ["bias"]
+    },
+    "--qk-clip": {"qk_clip": True},
+    "--freeze-all-layers": {"freeze_all_layers": True},
+    "--rampup-batch-size": {"rampup_batch_size": [8, 8, 100]},
+    "--step-batch-size-schedule": {"step_batch_size_schedule": "8:100"},
+    "--iterations-to-skip": {"iterations_to_skip": [3]},
+    "--sft": {"sft": True},
+    "--cuda-graph-impl": {"cuda_graph_impl": "local"},
+    "--rerun-mode": {"rerun_mode": "report_determinism_stats"},
+    "--timing-log-level": {"timing_log_level": 1},
+    "--fine-grained-activation-offloading / --cpu-offloading-num-layers": {"cpu_offloading_num_layers": 1},
+    "--use-ring-exchange-p2p": {"use_ring_exchange_p2p": True},
+    "--perform-rl-step": {"perform_rl_step": True},
+    "--inprocess-restart": {"inprocess_restart": True},
+    "--save": {"save": "checkpoints"},
+    "--log-num-zeros-in-grad": {"log_num_zeros_in_grad": True},
+    "--log-params-norm": {"log_params_norm": True},
+    "--save-params-interval / --save-wgrads-interval / --save-dgrads-interval / --save-activations-interval": {
+        "save_wgrads_interval": 10
+    },
+    "--check-weight-hash-across-dp-replicas-interval": {"check_weight_hash_across_dp_replicas_interval": 10},
+}
+
+
+def test_every_refusal_is_tested() -> None:
+    assert list(SETTINGS) == [refusal.flag for refusal in REFUSALS]
+
+
+@pytest.mark.parametrize("flag", SETTINGS)
+def test_refused_combinations(flag: str) -> None:
+    config = AsyncPipelineConfig(pipeline_schedule="2bw-async")
+    config.validate(megatron())
+    with pytest.raises(ConfigurationError) as refused:
+        config.validate(megatron(**SETTINGS[flag]))
+    message = str(refused.value)
+    assert message.startswith(f"{flag} is not supported with --pipeline-schedule=2bw-async: ")
+    assert "; " in message  # the remedy
+    AsyncPipelineConfig().validate(megatron(**SETTINGS[flag]))  # Megatron's own schedule keeps the setting
+
+
+def test_rerun_mode_is_switched_off_only_from_its_default() -> None:
+    args = megatron(rerun_mode="validate_results")
+    (note,) = adjust_arguments(args)
+    assert args.rerun_mode == "disabled"
+    assert "--rerun-mode" in note
+    args = megatron(rerun_mode="report_determinism_stats")
+    assert adjust_arguments(args) == []
+    assert args.rerun_mode == "report_determinism_stats"
+
+
+def test_wandb_gets_the_tensorboard_folder_that_megatron_needs_for_it() -> None:
+    args = megatron(wandb_project="delay", wandb_save_dir="runs/a")
+    (note,) = adjust_arguments(args)
+    assert args.tensorboard_dir == "runs/a/tensorboard"
+    assert "--tensorboard-dir" in note
+    args = megatron(wandb_project="delay", tensorboard_dir="elsewhere")
+    assert adjust_arguments(args) == []
+    assert args.tensorboard_dir == "elsewhere"
