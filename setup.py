@@ -30,6 +30,8 @@ setup(
         "megatron-core[training]>=0.19.2,<0.20",
         # A later rename of SOAP switches all emerging optimizers off without a word.
         "emerging-optimizers>=0.2,<0.5",
+        # Saving in torch_dist needs it, and megatron-core does not declare it.
+        "psutil>=5.9,<8",
         "tensorboard>=2.18,<3",
         "wandb>=0.18,<1",
     ],

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from megatron_async.config import AsyncPipelineConfig
 from megatron_async.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from megatron_async.session import Session
+
 SUPPORTED_MEGATRON_CORE = (0, 19)
 """Major and minor version of megatron-core that the tables were written for."""
 
-_session = None
+_REMEDY = "pip install 'megatron-core>=0.19.2,<0.20'"
+
+_session: Session | None = None
 _undo: list[Callable[[], None]] = []
 
 
-def install():  # type: ignore[no-untyped-def]
+def install() -> Session:
     """See :func:`megatron_async.install`."""
     global _session
     if _session is not None:
@@ -58,16 +65,31 @@ def uninstall() -> None:
     _session = None
 
 
+def upstream_version() -> str:
+    """Version of the installed megatron-core.
+
+    Raises:
+        ConfigurationError: If there is none.
+    """
+    # Not from megatron.core: importing that must wait until the CPU door is open.
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    try:  # a checkout of Megatron-LM on the path
+        from megatron.core.package_info import __version__
+
+        return str(__version__)
+    except ImportError as error:
+        raise ConfigurationError(f"megatron-core is not installed; {_REMEDY}") from error
+
+
 def check_upstream_version() -> None:
     """Refuse a megatron-core that the tables were not written for.
 
     Raises:
         ConfigurationError: With the version found and the one to install.
     """
-    try:
-        from megatron.core.package_info import __version__ as version
-    except ImportError as error:
-        raise ConfigurationError("megatron-core is not installed; pip install 'megatron-core>=0.19.2,<0.20'") from error
-    found = tuple(int(part) for part in version.split(".")[:2])
-    if found != SUPPORTED_MEGATRON_CORE:
-        raise ConfigurationError(f"megatron-core {version} is not supported; pip install 'megatron-core>=0.19.2,<0.20'")
+    version = upstream_version()
+    if tuple(int(part) for part in version.split(".")[:2]) != SUPPORTED_MEGATRON_CORE:
+        raise ConfigurationError(f"megatron-core {version} is not supported; {_REMEDY}")

@@ -34,7 +34,7 @@ def _above_one(*names: str) -> Callable[[Arguments], bool]:
 
 
 def _has_level_one_barriers(args: Arguments) -> bool:
-    return args.timing_log_level >= 1 and args.barrier_with_L1_time
+    return bool(args.timing_log_level >= 1 and args.barrier_with_L1_time)
 
 
 _DROP = "drop the flag"

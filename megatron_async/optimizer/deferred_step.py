@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from megatron_async.optimizer.error_feedback import calculate_error_feedback
 from megatron_async.optimizer.masters import Master, base_optimizers
@@ -162,7 +163,7 @@ class DeferredStep:
         own = tuple(m.parameter for m in masters if m.is_own)
         values = self._exchange_schedule(self._schedule)
         try:
-            with torch.autograd._unsafe_preserve_version_counter(own):
+            with _unsafe_preserve_version_counter(own):
                 self.optimizer.step_with_ready_grads()
         finally:
             self._exchange_schedule(values)
@@ -247,7 +248,7 @@ class _GlobalNorm:
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
         # Of its own, since a stage that waits for a tied gradient joins later than others do: on a shared group that
         # would change the order of collectives.
-        self._group = new_group_like(group, "gradient norm", timeout)
+        self._group: dist.ProcessGroup | None = new_group_like(group, "gradient norm", timeout)
         self._size = group.size()
         self._work: dist.Work | None = None
         self._gathered: torch.Tensor | None = None
@@ -263,7 +264,8 @@ class _GlobalNorm:
             return torch.zeros(1, dtype=torch.float32, device=torch.cuda.current_device())
         overflow = torch.zeros(1, dtype=torch.int, device=gradients[0].device)
         norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
-        return norm.reshape(1) ** 2
+        squared: torch.Tensor = norm.reshape(1) ** 2
+        return squared
 
     def join(self) -> float:
         if self._work is None or self._gathered is None:
@@ -273,7 +275,9 @@ class _GlobalNorm:
         self._work = self._gathered = None
         if not all(map(math.isfinite, values)):
             return math.nan
-        return math.fsum(values) ** 0.5
+        return float(math.fsum(values) ** 0.5)
 
     def close(self) -> None:
-        dist.destroy_process_group(self._group)
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)

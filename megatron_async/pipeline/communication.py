@@ -18,7 +18,7 @@ class _Channel:
     """One direction of messages between this stage and a neighbour, in the order in which they are posted."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
         self._peer = peer
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._receives: deque[tuple[dist.Work, torch.Tensor]] = deque()
@@ -62,6 +62,9 @@ class _Channel:
 
     def drop_receives(self) -> None:
         self._receives.clear()
+
+    def close(self) -> None:
+        self._group = None
 
 
 class StageCommunicator:
@@ -152,6 +155,9 @@ class StageCommunicator:
     def close(self) -> None:
         """Wait for what is on the wire and give the two groups back. The communicator is unusable afterwards."""
         self.discard()
-        for group in self._groups:
-            dist.destroy_process_group(group)
-        self._groups.clear()
+        for channel in self._channels:
+            channel.close()
+        self._channels.clear()
+        while self._groups:
+            # No reference may be left: a gloo group keeps its threads, which wake every few milliseconds.
+            dist.destroy_process_group(self._groups.pop())

@@ -59,7 +59,7 @@ class AsyncPipeline:
     def __init__(
         self,
         *,
-        model: torch.nn.Module,
+        model: Any,
         optimizer: Any,
         pg_collection: Any,
         options: PipelineOptions,

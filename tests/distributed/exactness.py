@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -117,57 +118,104 @@ def forward_step(data: Iterator[Any], model: torch.nn.Module) -> tuple[torch.Ten
     return model(tokens), functools.partial(loss_function, targets)
 
 
+Labelled = list[tuple[str, torch.Tensor]]
+
+
+def pack(tensors: Labelled) -> torch.Tensor:
+    """The bytes of all tensors, one after the other."""
+    return torch.cat([t.detach().contiguous().reshape(-1).view(torch.uint8) for _, t in tensors])
+
+
+def expected(record: Record, stage: int) -> Labelled:
+    """What the oracle says of one stage after an update, in a fixed order."""
+    found: Labelled = [("norm", torch.tensor(record.norm, dtype=torch.float64)), ("losses", record.losses)]
+    for name in sorted(record.masters[stage]):
+        gradient = record.gradients[stage][name]
+        if record.clip_coefficient < 1.0:
+            gradient = gradient * record.clip_coefficient
+        found += [
+            (f"{name} gradient", gradient),
+            (f"{name} newest", record.newest[stage][name]),
+            (f"{name} older", record.older[stage][name]),
+            (f"{name} master", record.masters[stage][name]),
+        ]
+        state = record.optimizer_state[stage][name]
+        found += [(f"{name} {key}", state[key]) for key in sorted(state)]
+    return found
+
+
+@dataclass
+class StageRecords:
+    """The oracle's records of one stage: the bytes of each update, (updates, bytes), and where what is."""
+
+    data: torch.Tensor
+    layout: list[tuple[str, int]]
+
+    @classmethod
+    def of(cls, records: list[Record], stage: int) -> StageRecords:
+        layout = [(label, t.numel() * t.element_size()) for label, t in expected(records[0], stage)]
+        return cls(torch.stack([pack(expected(record, stage)) for record in records]), layout)
+
+    def differences(self, update: int, found: Labelled) -> list[str]:
+        """Labels of what differs from the oracle in any byte."""
+        assert [(label, t.numel() * t.element_size()) for label, t in found] == self.layout
+        ours, oracles = pack(found), self.data[update]
+        if torch.equal(ours, oracles):
+            return []
+        sizes = [size for _, size in self.layout]
+        pairs = zip(self.layout, ours.split(sizes), oracles.split(sizes), strict=True)
+        return [label for (label, _), mine, other in pairs if not torch.equal(mine, other)]
+
+
 class Comparison:
     """Compares every update of the pipeline with the oracle's, byte for byte."""
 
-    def __init__(self, pipeline: AsyncPipeline, records: list[Record]) -> None:
+    def __init__(self, pipeline: AsyncPipeline, records: StageRecords) -> None:
         self.pipeline = pipeline
         self.records = records
         self.differences: list[str] = []
         self.compared = 0
-        stage = pipeline.schedule.stage
         names = {id(p): n for n, p in pipeline.model.module.stage.named_parameters()}
-        self.names = [names[id(m.parameter)] for m in pipeline.updates.masters]
-        self.stage = stage
+        masters = pipeline.updates.masters
+        self.order = sorted(range(len(masters)), key=lambda i: names[id(masters[i].parameter)])
+        self.names = [names[id(m.parameter)] for m in masters]
+        self.losses: dict[int, torch.Tensor] = {}
 
     def __call__(self, result: Any) -> None:
-        record = self.records[result.update]
+        update = result.update
         updates, versions = self.pipeline.updates, self.pipeline.versions
-        self._equal(result.update, "norm", torch.tensor(result.grad_norm), torch.tensor(record.norm))
-        for i, (name, master) in enumerate(zip(self.names, updates.masters, strict=True)):
-            expected = record.gradients[self.stage][name]
-            if record.clip_coefficient < 1.0:
-                expected = expected * record.clip_coefficient
-            found = {
-                "gradient": (updates._gradients.of(master.parameter), expected),
-                "newest": (versions.tensors(result.update + 1)[i], record.newest[self.stage][name]),
-                "older": (versions.tensors(result.update)[i], record.older[self.stage][name]),
-                "master": (master.weight, record.masters[self.stage][name]),
-            }
+        # Only the last stage has losses; the others stand in with the oracle's.
+        losses = self.losses.pop(update, None)
+        if losses is None:
+            start = self.records.layout[0][1]
+            losses = self.records.data[update, start : start + self.records.layout[1][1]]
+        found: Labelled = [("norm", torch.tensor(result.grad_norm, dtype=torch.float64)), ("losses", losses)]
+        for i in self.order:
+            name, master = self.names[i], updates.masters[i]
+            found += [
+                (f"{name} gradient", updates._gradients.of(master.parameter)),
+                (f"{name} newest", versions.tensors(update + 1)[i]),
+                (f"{name} older", versions.tensors(update)[i]),
+                (f"{name} master", master.weight),
+            ]
             state = self._state(master.optimized)
-            for key, value in record.optimizer_state[self.stage][name].items():
-                found[f"state {key}"] = (state[key], value)
-            for what, (ours, oracles) in found.items():
-                self._equal(result.update, f"{name} {what}", ours, oracles)
+            found += [(f"{name} {key}", state[key]) for key in sorted(state)]
+        stage = self.pipeline.schedule.stage
+        self.differences += [f"update {update}, stage {stage}: {d}" for d in self.records.differences(update, found)]
         self.compared += 1
 
     def _state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         for base in self.pipeline.updates.optimizer.chained_optimizers:
             if parameter in base.optimizer.state:
-                return dict(base.optimizer.state[parameter])
+                return {k: v for k, v in base.optimizer.state[parameter].items() if isinstance(v, torch.Tensor)}
         return {}
 
-    def losses(self, batch: int, losses: list[dict[str, torch.Tensor]]) -> None:
+    def remember(self, batch: int, losses: list[dict[str, torch.Tensor]]) -> None:
         if self.pipeline.schedule.is_last:
-            ours = torch.stack([entry["loss"].float() for entry in losses])
-            self._equal(batch, "losses", ours, self.records[batch].losses)
-
-    def _equal(self, update: int, what: str, ours: torch.Tensor, oracles: torch.Tensor) -> None:
-        if ours.dtype != oracles.dtype or not torch.equal(ours.detach().reshape(oracles.shape), oracles):
-            self.differences.append(f"update {update}, stage {self.stage}: {what}")
+            self.losses[batch] = torch.stack([entry["loss"].float() for entry in losses])
 
 
-def run_case(case: Case, records: list[Record]) -> tuple[list[str], int]:
+def run_case(case: Case, records: StageRecords) -> tuple[list[str], int]:
     """Train all batches of the case.
 
     Returns:
@@ -189,7 +237,7 @@ def run_case(case: Case, records: list[Record]) -> tuple[list[str], int]:
                 seq_length=case.spec.sequence,
                 micro_batch_size=case.spec.micro_batch,
             )
-            comparison.losses(k, losses)
+            comparison.remember(k, losses)
             pipeline.step()
             # As Megatron's scheduler does: the rate of the next batch, before the deferred step has run.
             for group in optimizer.param_groups:

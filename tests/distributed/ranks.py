@@ -37,9 +37,9 @@ def torchrun(ranks: int, *command: str, timeout: float, **environment: str) -> s
     )
 
 
-def run_cases(ranks: int, module: str, folder: Path, timeout: float) -> dict[str, Any]:
-    """Run a worker module that writes ``results.json``, {case: finding}, into ``folder``."""
-    done = torchrun(ranks, "-m", module, str(folder), timeout=timeout)
+def run_cases(ranks: int, module: str, folder: Path, timeout: float, *arguments: str) -> dict[str, Any]:
+    """Run a worker module that writes ``results.json``, {case: finding}, into ``folder``, its first argument."""
+    done = torchrun(ranks, "-m", module, str(folder), *arguments, timeout=timeout)
     assert done.returncode == 0, f"{module} failed with status {done.returncode}:\n{done.stdout[-6000:]}"
     results: dict[str, Any] = json.loads((folder / "results.json").read_text())
     return results

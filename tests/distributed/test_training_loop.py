@@ -1,0 +1,146 @@
+"""The asynchronous pipeline inside Megatron's own training loop, on 1, 2 and 4 stages.
+
+Three launches train about thirty small models with scripts/pretrain_gpt.py; see loop_runs.py for what they are.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.loop_runs import STOCK, everywhere
+from tests.distributed.ranks import run_cases
+
+Runs = dict[str, list[dict[str, Any]]]
+EXACT = [name for name in everywhere("", 1) if name != "tied and clipped"]
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Runs]:
+    folder: Path = tmp_path_factory.mktemp("loop")
+    worker = "tests.distributed.loop_worker"
+    return {f"pp{p}": run_cases(p, worker, folder, 600, f"pp{p}") for p in (1, 2, 4)}
+
+
+def losses(runs: Runs, name: str) -> list[float]:
+    """Losses of a run as the last stage reported them."""
+    return [entry["lm loss"] for entry in runs[name][-1]["iterations"]]
+
+
+def evaluations(runs: Runs, name: str) -> list[float]:
+    found: list[float] = runs[name][-1]["evaluations"]
+    return found
+
+
+def weights(runs: Runs, name: str) -> list[str]:
+    """Digest of the final weights of every rank."""
+    return [rank["weights"] for rank in runs[name]]
+
+
+def test_every_run_ends_well(launches: dict[str, Runs]) -> None:
+    for runs in launches.values():
+        for name, ranks in runs.items():
+            assert [rank["status"] for rank in ranks] == [0] * len(ranks), name
+            assert all(math.isfinite(loss) for loss in losses(runs, name)), name
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", EXACT)
+def test_losses_equal_those_of_one_stage(launches: dict[str, Runs], name: str, stages: int) -> None:
+    """Untied weights and no clipping: the arithmetic is the same, so are the bytes."""
+    one, more = launches["pp1"], launches[f"pp{stages}"]
+    assert losses(more, name) == losses(one, name)
+    assert evaluations(more, name) == evaluations(one, name)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_losses_with_tied_weights_and_clipping_are_close(launches: dict[str, Runs], stages: int) -> None:
+    """One stage adds both uses of a tied weight for each microbatch, and rounds the norm in another place."""
+    name = "tied and clipped"
+    one, more = losses(launches["pp1"], name), losses(launches[f"pp{stages}"], name)
+    assert one[:2] == more[:2]  # before the first update is read
+    assert more == pytest.approx(one, rel=2e-3)
+    assert more != one
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_doubled_warm_up_changes_no_number(launches: dict[str, Runs], stages: int) -> None:
+    runs = launches[f"pp{stages}"]
+    assert losses(runs, "adam, warm-up 2") == losses(runs, "adam")
+    assert weights(runs, "adam, warm-up 2") == weights(runs, "adam")
+
+
+def test_the_delay_is_there(launches: dict[str, Runs]) -> None:
+    """Batches 0 and 1 read the same weights; a synchronous run sees the first update one batch earlier."""
+    runs = launches["pp2"]
+    synchronous, asynchronous = losses(runs, "1f1b"), losses(runs, "dropout")
+    assert synchronous[0] == asynchronous[0]
+    assert synchronous[2] != asynchronous[2]
+
+
+@pytest.mark.parametrize(
+    ("changed", "plain"),
+    [
+        ("evaluated every 2", "plain"),
+        ("logged every 5", "plain"),
+        ("logged every 5, again", "plain"),
+        ("dropout, evaluated every 3", "dropout"),
+        ("dropout, recomputed", "dropout"),
+    ],
+)
+def test_the_trajectory_does_not_change(launches: dict[str, Runs], changed: str, plain: str) -> None:
+    """Evaluation and logging complete an update early; recomputation runs the forward again."""
+    runs = launches["pp2"]
+    assert losses(runs, changed) == losses(runs, plain)
+    assert weights(runs, changed) == weights(runs, plain)
+
+
+def test_dropout_is_on(launches: dict[str, Runs]) -> None:
+    assert losses(launches["pp2"], "dropout") != losses(launches["pp2"], "plain")
+
+
+def test_an_exit_is_a_prefix_of_the_run(launches: dict[str, Runs]) -> None:
+    runs = launches["pp2"]
+    assert losses(runs, "exits at 6") == losses(runs, "plain")[:6]
+
+
+def test_norms_are_reported_for_the_logged_iterations(launches: dict[str, Runs]) -> None:
+    """Elsewhere the norm is not known yet, and Megatron gets none rather than another iteration's."""
+    every = [entry["norm"] for entry in launches["pp2"]["plain"][-1]["iterations"]]
+    fifth = [entry["norm"] for entry in launches["pp2"]["logged every 5"][-1]["iterations"]]
+    assert all(norm is not None for norm in every)
+    logged = (0, 4, 9)
+    assert [fifth[i] for i in logged] == [every[i] for i in logged]
+    assert all(norm is None for i, norm in enumerate(fifth) if i not in logged)
+
+
+def test_late_norms_reach_tensorboard_under_their_own_iteration(
+    launches: dict[str, Runs], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = next(tmp_path_factory.getbasetemp().glob("loop*/tensorboard"))
+    events = EventAccumulator(str(folder)).Reload()
+    written = {event.step: event.value for event in events.Scalars("grad-norm")}
+    every = [entry["norm"] for entry in launches["pp2"]["plain"][-1]["iterations"]]
+    assert written == pytest.approx(dict(enumerate(every, start=1)), rel=1e-6)
+
+
+def test_learning_rates_are_megatrons(launches: dict[str, Runs]) -> None:
+    runs = launches["pp2"]
+    rates = [[entry["lr"] for entry in runs[name][-1]["iterations"]] for name in ("dropout", "1f1b")]
+    assert rates[0] == rates[1]
+    assert len(set(rates[0])) == len(rates[0])
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_megatrons_own_schedule_is_untouched(launches: dict[str, Runs], name: str) -> None:
+    runs = launches["pp2"]
+    without = f"{name}, without the plugin"
+    assert losses(runs, name) == losses(runs, without)
+    assert evaluations(runs, name) == evaluations(runs, without)
+    assert weights(runs, name) == weights(runs, without)
+    assert [e["norm"] for e in runs[name][-1]["iterations"]] == [e["norm"] for e in runs[without][-1]["iterations"]]
