@@ -23,9 +23,19 @@ def with_own_flags(
 
     @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return add_arguments(original(parser))
+        return _mend_help(add_arguments(original(parser)))
 
     return add_megatron_arguments
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Escape texts that argparse cannot expand: a stray % in one of Megatron's makes every --help fail."""
+    for action in parser._actions:
+        try:
+            parser._get_formatter()._expand_help(action)
+        except (ValueError, KeyError, TypeError):
+            action.help = (action.help or "").replace("%", "%%")
+    return parser
 
 
 def with_own_checks(original: Callable[..., Any], session: Session) -> Callable[..., Any]:

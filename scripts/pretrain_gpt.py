@@ -232,10 +232,8 @@ def check_flags(args: Namespace) -> None:
     blends = [part for part in (blend, *(blend_per_split or [])) if part is not None]
     if not blends and not args.mock_data:
         sys.exit("no data: give --data-path PREFIX (scripts/prepare_data.py builds one) or --mock-data")
-    if blend is not None and args.split is None:
-        sys.exit(
-            "--data-path needs --split, e.g. --split 99,1,0 (training, validation, test), or give --train-data-path"
-        )
+    if blend is not None and args.split is None:  # with --data-path Megatron has a default
+        sys.exit("--data-args-path needs --split, e.g. --split 99,1,0 (training, validation, test)")
     for prefix in (prefix for prefixes, _ in blends for prefix in prefixes if "://" not in prefix):
         missing = [f"{prefix}{suffix}" for suffix in (".idx", ".bin") if not Path(f"{prefix}{suffix}").is_file()]
         if missing:

@@ -18,7 +18,7 @@ from megatron.core.transformer import MegatronModule, TransformerConfig
 
 from megatron_async.pipeline.runtime import AsyncPipeline, PipelineOptions
 from tests.distributed.exactness_cases import Case, learning_rate
-from tests.models import Stage, build_stages, cross_entropy, make_microbatch, tied_pairs
+from tests.models import Stage, build_stages, cross_entropy, tied_pairs
 from tests.oracle import Oracle, OracleConfig, Record
 
 
@@ -40,9 +40,7 @@ def oracle_records(case: Case) -> list[Record]:
         # One rounding, as the pipeline adds the stages' norms; Megatron's all-reduce leaves the order to the backend.
         sum_across_stages=lambda squares: torch.tensor(math.fsum(s.item() for s in squares), dtype=torch.float64),
     )
-    return [
-        oracle.step([make_microbatch(case.spec, k, i) for i in range(case.microbatches)]) for k in range(case.updates)
-    ]
+    return [oracle.step([case.microbatch(k, i) for i in range(case.microbatches)]) for k in range(case.updates)]
 
 
 class PipelineStage(MegatronModule):
@@ -126,15 +124,27 @@ def pack(tensors: Labelled) -> torch.Tensor:
     return torch.cat([t.detach().contiguous().reshape(-1).view(torch.uint8) for _, t in tensors])
 
 
+def layout(tensors: Labelled) -> list[tuple[str, int]]:
+    """Label and number of bytes of each tensor."""
+    return [(label, t.numel() * t.element_size()) for label, t in tensors]
+
+
+def zero_unless(counts: bool, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if counts else torch.zeros_like(tensor)
+
+
 def expected(record: Record, stage: int) -> Labelled:
     """What the oracle says of one stage after an update, in a fixed order."""
-    found: Labelled = [("norm", torch.tensor(record.norm, dtype=torch.float64)), ("losses", record.losses)]
+    # What is not a number has many bit patterns: of a skipped update the norm, losses and gradients are left out.
+    counts = not record.skipped
+    norm = torch.tensor(record.norm, dtype=torch.float64)
+    found: Labelled = [("norm", zero_unless(counts, norm)), ("losses", zero_unless(counts, record.losses))]
     for name in sorted(record.masters[stage]):
         gradient = record.gradients[stage][name]
         if record.clip_coefficient < 1.0:
             gradient = gradient * record.clip_coefficient
         found += [
-            (f"{name} gradient", gradient),
+            (f"{name} gradient", zero_unless(counts, gradient)),
             (f"{name} newest", record.newest[stage][name]),
             (f"{name} older", record.older[stage][name]),
             (f"{name} master", record.masters[stage][name]),
@@ -146,24 +156,29 @@ def expected(record: Record, stage: int) -> Labelled:
 
 @dataclass
 class StageRecords:
-    """The oracle's records of one stage: the bytes of each update, (updates, bytes), and where what is."""
+    """The oracle's records of one stage: the bytes of each update, and where what is."""
 
-    data: torch.Tensor
-    layout: list[tuple[str, int]]
+    data: list[torch.Tensor]
+    layouts: list[list[tuple[str, int]]]
 
     @classmethod
     def of(cls, records: list[Record], stage: int) -> StageRecords:
-        layout = [(label, t.numel() * t.element_size()) for label, t in expected(records[0], stage)]
-        return cls(torch.stack([pack(expected(record, stage)) for record in records]), layout)
+        labelled = [expected(record, stage) for record in records]
+        return cls([pack(tensors) for tensors in labelled], [layout(tensors) for tensors in labelled])
+
+    def losses(self, update: int) -> torch.Tensor:
+        (_, norm), (_, losses), *_ = self.layouts[update]
+        return self.data[update][norm : norm + losses]
 
     def differences(self, update: int, found: Labelled) -> list[str]:
         """Labels of what differs from the oracle in any byte."""
-        assert [(label, t.numel() * t.element_size()) for label, t in found] == self.layout
+        if layout(found) != self.layouts[update]:
+            return ["what there is to compare"]
         ours, oracles = pack(found), self.data[update]
         if torch.equal(ours, oracles):
             return []
-        sizes = [size for _, size in self.layout]
-        pairs = zip(self.layout, ours.split(sizes), oracles.split(sizes), strict=True)
+        sizes = [size for _, size in self.layouts[update]]
+        pairs = zip(self.layouts[update], ours.split(sizes), oracles.split(sizes), strict=True)
         return [label for (label, _), mine, other in pairs if not torch.equal(mine, other)]
 
 
@@ -187,13 +202,14 @@ class Comparison:
         # Only the last stage has losses; the others stand in with the oracle's.
         losses = self.losses.pop(update, None)
         if losses is None:
-            start = self.records.layout[0][1]
-            losses = self.records.data[update, start : start + self.records.layout[1][1]]
-        found: Labelled = [("norm", torch.tensor(result.grad_norm, dtype=torch.float64)), ("losses", losses)]
+            losses = self.records.losses(update)
+        counts = not result.skipped
+        norm = torch.tensor(result.grad_norm, dtype=torch.float64)
+        found: Labelled = [("norm", zero_unless(counts, norm)), ("losses", zero_unless(counts, losses))]
         for i in self.order:
             name, master = self.names[i], updates.masters[i]
             found += [
-                (f"{name} gradient", updates._gradients.of(master.parameter)),
+                (f"{name} gradient", zero_unless(counts, updates._gradients.of(master.parameter))),
                 (f"{name} newest", versions.tensors(update + 1)[i]),
                 (f"{name} older", versions.tensors(update)[i]),
                 (f"{name} master", master.weight),
@@ -224,7 +240,7 @@ def run_case(case: Case, records: StageRecords) -> tuple[list[str], int]:
     pipeline, optimizer = build_pipeline(case)
     comparison = Comparison(pipeline, records)
     pipeline.updates.on_complete.append(comparison)
-    data = (make_microbatch(case.spec, k, i) for k in range(case.updates) for i in range(case.microbatches))
+    data = (case.microbatch(k, i) for k in range(case.updates) for i in range(case.microbatches))
     with SABOTAGES[case.sabotage](pipeline):
         for k in range(case.updates):
             for chunk in pipeline.model.buffers:

@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.models import ModelSpec
+import torch
+
+from tests.models import ModelSpec, make_microbatch
 
 UPDATES = 30
 PEAK_LR = {"adam": 3e-3, "sgd": 3e-2, "muon": 3e-3}
@@ -22,7 +24,8 @@ def learning_rate(optimizer: str, batch: int) -> float:
 class Case:
     """One configuration.
 
-    ``fault`` makes the oracle wrong, ``sabotage`` the pipeline: negative controls.
+    ``poisoned`` is a batch whose loss is not a number, so that its update is skipped. ``fault`` makes the oracle wrong,
+    ``sabotage`` the pipeline: negative controls.
     """
 
     stages: int
@@ -37,6 +40,7 @@ class Case:
     updates: int = UPDATES
     complete_early: bool = False
     data_parallel: bool = False
+    poisoned: int | None = None
     fault: str | None = None
     sabotage: str | None = None
 
@@ -53,6 +57,7 @@ class Case:
             + ["early"] * self.complete_early
             + ["dp"] * self.data_parallel
             + ["unclipped"] * (self.clip == 0)
+            + [f"poisoned{self.poisoned}"] * (self.poisoned is not None)
         )
         parts += [f"fault={self.fault}"] * bool(self.fault) + [f"sabotage={self.sabotage}"] * bool(self.sabotage)
         return "-".join(parts + ([] if self.blocks == Case.blocks else ["+".join(self.blocks)]))
@@ -75,6 +80,12 @@ class Case:
             "muon_nesterov": True,
             "clip_grad": self.clip,
         }
+
+    def microbatch(self, batch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and targets, (S, B)."""
+        tokens, targets = make_microbatch(self.spec, batch, index)
+        # No target that counts: the mean of nothing.
+        return tokens, torch.full_like(targets, -100) if (batch, index) == (self.poisoned, 0) else targets
 
     def oracle_key(self) -> Case:
         """The part of the case that the oracle's records depend on."""
@@ -124,6 +135,12 @@ def equal_cases() -> list[dict[str, Any]]:
         {"stages": p, "microbatches": 3, "optimizer": optimizer, "ef": 1.0, "data_parallel": True}
         for p in (1, 2)
         for optimizer in ("adam", "muon")
+    ]
+    # a gradient that is not finite: the update is skipped on every stage, and error feedback adds nothing
+    cases += [
+        {"stages": p, "microbatches": p + 1, "optimizer": optimizer, "ef": c, "poisoned": batch}
+        for p in (1, 2, 4)
+        for optimizer, c, batch in (("adam", 1.0, 5), ("muon", 0.35, 0), ("sgd", 0.0, 7))
     ]
     # completed right after they begin, every third time, as an evaluation does; clipping off
     cases += [
