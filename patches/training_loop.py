@@ -76,7 +76,12 @@ def train(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
+        try:
+            result = original(*args, **kwargs)
+        except SystemExit:
+            # How Megatron ends at an exit interval, a time limit or a signal: on all ranks after the same iteration.
+            session.finish_training()
+            raise
         session.finish_training()
         return result
 

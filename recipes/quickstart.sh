@@ -13,7 +13,7 @@ of one thread each, no GPU needed), with Muon, the same seed and the same data:
   async-ef   --pipeline-schedule 2bw-async --async-error-feedback
 and prints losses, gaps and throughput side by side. Makes the environment and the data first, if they are not there.
 
-  --fast           a third of the updates
+  --fast           a quarter of the updates
   TRAINING FLAGS   passed on to every run, after the recipe's own: any flag of Megatron, e.g. --lr 4e-3
 
   QUICKSTART_DIR    results (default: runs/quickstart)
@@ -34,7 +34,7 @@ while [[ $# -gt 0 ]]; do
             usage
             exit
             ;;
-        --fast) TRAIN_ITERS=150 ;;
+        --fast) TRAIN_ITERS=120 ;;
         *) break ;;
     esac
     shift

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -231,12 +232,25 @@ class Comparison:
             self.losses[batch] = torch.stack([entry["loss"].float() for entry in losses])
 
 
-def run_case(case: Case, records: StageRecords) -> tuple[list[str], int]:
+def live_bytes() -> int:
+    """Bytes of all tensors that are alive in this process, each storage once."""
+    gc.collect()
+    storages = {}
+    for found in gc.get_objects():
+        if type(found) in (torch.Tensor, torch.nn.Parameter):
+            storage = found.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def run_case(case: Case, records: StageRecords) -> tuple[list[str], int, int]:
     """Train all batches of the case.
 
     Returns:
-        The differences on this rank, and the number of updates compared.
+        The differences on this rank, the number of updates compared, and the bytes of all tensors that live between
+        two steps because of this case.
     """
+    before = live_bytes() if case.counts_bytes else 0
     pipeline, optimizer = build_pipeline(case)
     comparison = Comparison(pipeline, records)
     pipeline.updates.on_complete.append(comparison)
@@ -261,8 +275,9 @@ def run_case(case: Case, records: StageRecords) -> tuple[list[str], int]:
             if case.complete_early and k % 3 == 0:
                 pipeline.bind_newest()
         pipeline.complete()
+    persistent = live_bytes() - before if case.counts_bytes else 0
     pipeline.close()
-    return comparison.differences, comparison.compared
+    return comparison.differences, comparison.compared, persistent
 
 
 def _no_rebinding(pipeline: AsyncPipeline) -> Any:

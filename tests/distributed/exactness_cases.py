@@ -81,6 +81,12 @@ class Case:
             "clip_grad": self.clip,
         }
 
+    @property
+    def counts_bytes(self) -> bool:
+        """Whether the tensors that it keeps alive are counted, which takes a look at every object of the process."""
+        alone = Case(stages=self.stages, microbatches=2 * self.stages + 1, optimizer=self.optimizer)
+        return self in (replace(alone, ef=c, dtype=dtype) for c in (0.0, 1.0) for dtype in ("float32", "bfloat16"))
+
     def microbatch(self, batch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and targets, (S, B)."""
         tokens, targets = make_microbatch(self.spec, batch, index)

@@ -65,15 +65,16 @@ def main(folder: Path) -> None:
             case = together[replica]
             stage = parallel_state.get_pipeline_model_parallel_rank()
             name = f"{keys.index(case.oracle_key())}-{stage}.pt"
-            differences, compared = run_case(case, torch.load(folder / name, weights_only=False))
-            findings: list[tuple[Case, int, list[str]] | None] = [None] * RANKS
-            dist.all_gather_object(findings, (case, compared, differences))
-            for found, updates, what in filter(None, findings):
+            differences, compared, persistent = run_case(case, torch.load(folder / name, weights_only=False))
+            findings: list[tuple[Case, int, list[str], int] | None] = [None] * RANKS
+            dist.all_gather_object(findings, (case, compared, differences, persistent))
+            for found, updates, what, size in filter(None, findings):
                 entry = results.setdefault(
-                    found.name, {"compared": updates, "expected": found.updates, "differences": []}
+                    found.name, {"compared": updates, "expected": found.updates, "differences": [], "bytes": []}
                 )
                 entry["compared"] = min(entry["compared"], updates)
                 entry["differences"] += what[:3]
+                entry["bytes"].append(size)
         parallel_state.destroy_model_parallel()
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(results))

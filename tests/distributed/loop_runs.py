@@ -78,6 +78,7 @@ def on_two_stages(folder: str) -> dict[str, list[str]]:
         "dropout, recomputed": run(DROPOUT, *base, recompute),
         "1f1b": run(DROPOUT, MUON, TEN, two, evaluate=4),
         "1f1b tied adam bf16": run(DROPOUT, ADAM, TEN, two, ["--bf16"], evaluate=4),
+        "terminated in 4": run(NO_DROPOUT, *base, ["--exit-signal-handler"]),
         "exits at 6": run(NO_DROPOUT, *base, ["--exit-interval", "6"]),
     }
 

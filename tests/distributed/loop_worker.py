@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 class Recorder:
     """Stands behind the plugin, where Megatron's own functions are, and writes down what they are given."""
 
-    def __init__(self) -> None:
+    def __init__(self, terminate_in: int | None = None) -> None:
+        self.terminate_in = terminate_in
         self.iterations: list[dict[str, Any]] = []
         self.weights = ""
         self.evaluations: list[float] = []
@@ -41,6 +43,8 @@ class Recorder:
             entry = {"iteration": iteration, "lr": rate, "skipped": args[2], "norm": args[3]}
             entry |= {key: float(value) for key, value in losses.items()}
             self.iterations.append(entry)
+            if iteration == self.terminate_in:
+                os.kill(os.getpid(), signal.SIGTERM)
             return original(losses, totals, rate, iteration, *args, **kwargs)
 
         return training_log
@@ -88,7 +92,7 @@ def execute(arguments: list[str], *, plugin: bool) -> dict[str, Any]:
     """One run; on the last rank with its losses."""
     from megatron.training import training
 
-    recorder = Recorder()
+    recorder = Recorder(terminate_in=4 if "--exit-signal-handler" in arguments else None)
     originals = {name: getattr(training, name) for name in ("training_log", "train", "evaluate")}
     training.training_log = recorder.log(originals["training_log"])
     training.train = recorder.train(originals["train"])

@@ -39,3 +39,17 @@ def test_negative_control_is_seen(findings: dict[str, Any], name: str) -> None:
     found = findings[name]
     assert found["compared"] == found["expected"]
     assert found["differences"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_error_feedback_keeps_no_byte(findings: dict[str, Any], stages: int, optimizer: str, dtype: str) -> None:
+    """Every tensor that is alive between two steps, counted on every rank, with and without feedback."""
+    names = [
+        Case(stages=stages, microbatches=2 * stages + 1, optimizer=optimizer, ef=c, dtype=dtype).name
+        for c in (0.0, 1.0)
+    ]
+    without, feedback = (sorted(findings[name]["bytes"]) for name in names)
+    assert feedback == without
+    assert min(without) > 0

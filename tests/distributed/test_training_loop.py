@@ -102,9 +102,11 @@ def test_dropout_is_on(launches: dict[str, Runs]) -> None:
     assert losses(launches["pp2"], "dropout") != losses(launches["pp2"], "plain")
 
 
-def test_an_exit_is_a_prefix_of_the_run(launches: dict[str, Runs]) -> None:
+@pytest.mark.parametrize(("name", "iterations"), [("exits at 6", 6), ("terminated in 4", 4)])
+def test_an_exit_is_a_prefix_of_the_run(launches: dict[str, Runs], name: str, iterations: int) -> None:
+    """Planned, and by a signal while forwards of the next batch have already run."""
     runs = launches["pp2"]
-    assert losses(runs, "exits at 6") == losses(runs, "plain")[:6]
+    assert losses(runs, name) == losses(runs, "plain")[:iterations]
 
 
 def test_norms_are_reported_for_the_logged_iterations(launches: dict[str, Runs]) -> None:
