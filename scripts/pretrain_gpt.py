@@ -133,8 +133,9 @@ def loss_func(
     # A forward pass is deterministic: a rerun that does not give the same value again points at the hardware.
     validate = functools.partial(rerun.validate_result, result=loss, tolerance=0.0)
     if args.check_for_nan_in_loss_and_grad:
-        validate(rejection_func=torch.isnan, message="NaN in the loss of a microbatch", fatal=True)
-        validate(rejection_func=torch.isinf, message="Inf in the loss of a microbatch", fatal=True)
+        remedy = "lower --lr, lengthen the warm-up, look at the data"
+        validate(rejection_func=torch.isnan, message=f"NaN in the loss of a microbatch: {remedy}", fatal=True)
+        validate(rejection_func=torch.isinf, message=f"Inf in the loss of a microbatch: {remedy}", fatal=True)
     if args.check_for_spiky_loss:
         spike = functools.partial(rerun.is_unexpectedly_large, threshold=SPIKE_FACTOR, context="loss")
         validate(rejection_func=spike, message="loss spike", fatal=False)

@@ -256,7 +256,7 @@ class _GlobalNorm:
     def start(self, gradients: list[torch.Tensor]) -> None:
         squared = self._local_squared_norm(gradients)
         self._gathered = torch.empty(self._size, dtype=torch.float32, device=squared.device)
-        self._work = dist.all_gather_into_tensor(self._gathered, squared, group=self._group, async_op=True)
+        self._work = dist.all_gather_single(self._gathered, squared, group=self._group, async_op=True)
 
     @staticmethod
     def _local_squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:

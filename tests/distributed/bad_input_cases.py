@@ -10,6 +10,7 @@ SCRIPT = ("scripts/pretrain_gpt.py",)
 DOOR = ("-m", "megatron_async", "scripts/pretrain_gpt.py")
 PLAIN = [*MODEL, *TRAINING, *NO_DROPOUT, "--train-iters", "10", "--optimizer", "adam"]
 TWO = [*PLAIN, "--pipeline-model-parallel-size", "2"]
+NO_DATA = [flag for flag in TWO if flag != "--mock-data"]
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ CASES = [
     refused(["--distributed-backend", "nccl"], "--distributed-backend", "use --distributed-backend gloo"),
     refused(["--transformer-impl", "transformer_engine"], "--transformer-impl", "use --transformer-impl local"),
     # Data and script
-    Case("no data", [a for a in [*TWO, *ASYNC] if a != "--mock-data"], ("--data-path", "--mock-data")),
-    refused(["--data-path", "nowhere/corpus", "--split", "99,1,0"], "--data-path", "nowhere/corpus.idx"),
+    Case("no data", [*NO_DATA, *ASYNC], ("--data-path", "--mock-data")),
+    refused(["--data-path", "nowhere/corpus", "--split", "99,1,0"], "--data-path", "nowhere/corpus.idx", base=NO_DATA),
     Case("no script", [], ("usage: torchrun",), door=("-m", "megatron_async")),
     Case(
         "a script that is not there", [], ("no such script: nowhere.py",), door=("-m", "megatron_async", "nowhere.py")
