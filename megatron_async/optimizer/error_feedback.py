@@ -14,7 +14,7 @@ the last update subtracted once more. u_k is the difference of the masters befor
 time of the step.
 
 Source: Zmushko et al., "One-Step Gradient Delay is Not a Barrier for Large-Scale Asynchronous Pipeline Parallel LLM
-Pretraining", arXiv 2606.30634. The form without state is derived in docs/theory.md.
+Pretraining", arXiv 2606.30634. The form without state is derived in docs/schedule.md.
 """
 
 import torch
