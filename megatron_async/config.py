@@ -85,9 +85,8 @@ class AsyncPipelineConfig:
         defaults = AsyncPipelineConfig()
         for name in ("async_error_feedback", "async_warmup_factor"):
             if getattr(self, name) != getattr(defaults, name):
-                flag = "--" + name.replace("_", "-")
                 raise ConfigurationError(
-                    f"{flag} has no effect with --pipeline-schedule={SYNCHRONOUS}; "
+                    f"{_flag(name)} has no effect with --pipeline-schedule={SYNCHRONOUS}; "
                     "add --pipeline-schedule=2bw-async or drop it"
                 )
 
@@ -123,7 +122,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def flag_names() -> tuple[str, ...]:
     """The plugin's flags, as they are written on a command line."""
-    return tuple("--" + f.name.replace("_", "-") for f in fields(AsyncPipelineConfig))
+    return tuple(_flag(f.name) for f in fields(AsyncPipelineConfig))
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
 
 
 def adjust_arguments(args: Any) -> list[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron_async.config import AsyncPipelineConfig
 from megatron_async.errors import ConfigurationError
+from megatron_async.ranks import is_first_rank
 
 if TYPE_CHECKING:
     from megatron_async.session import Session
@@ -47,7 +47,7 @@ def install() -> Session:
             return
         rows = table.asynchronous(session)
         _undo.extend(apply_all(rows))
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_rank():
             print(f"> megatron_async: {config.pipeline_schedule} replaces in Megatron:", flush=True)
             for row in rows:
                 print(f">   {row.name}: {row.reason}", flush=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.config import AsyncPipelineConfig, add_arguments, adjust_arguments, flag_names
 from megatron_async.errors import ConfigurationError
+from megatron_async.ranks import is_first_rank
 
 if TYPE_CHECKING:
     from megatron_async.session import Session
@@ -52,7 +52,7 @@ def with_own_checks(original: Callable[..., Any], session: Session) -> Callable[
         except ConfigurationError as error:
             refuse(error)
         for note in notes:
-            if args.rank == 0:
+            if is_first_rank():
                 print(f"> megatron_async: {note}", flush=True)
         session.configure(config, args)
         return result
@@ -89,6 +89,6 @@ def add_defaults(args: Any) -> None:
 
 def refuse(error: ConfigurationError) -> None:
     """End the process as argparse does: one message, on the first rank of the job, and status 2 on every rank."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         print(f"megatron_async: error: {error}", file=sys.stderr, flush=True)
     sys.exit(2)

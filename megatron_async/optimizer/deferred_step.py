@@ -51,7 +51,6 @@ class DeferredStep:
         tied_group: The group of the stages that hold a copy; None if there is no tied weight.
         ef_coefficient: c of the error feedback, 0 for none.
         timeout: Timeout of the group for the gradient norm; None for PyTorch's default.
-        first_update: Number of the first update.
     """
 
     def __init__(
@@ -66,14 +65,13 @@ class DeferredStep:
         tied_group: dist.ProcessGroup | None = None,
         ef_coefficient: float = 0.0,
         timeout: timedelta | None = None,
-        first_update: int = 0,
     ) -> None:
         self.optimizer = optimizer
         self.masters = masters
         self.versions = versions
         self.ef_coefficient = ef_coefficient
         self.finalize = finalize
-        self.next_update = first_update
+        self.next_update = 0
         self.on_complete: list[Callable[[UpdateResult], None]] = []
         self._gradients = _DetachedGradients(gradient_buffers, masters)
         self._tied_weight = tied_weight
@@ -100,7 +98,7 @@ class DeferredStep:
         self.finalize()
         self._gradients.take()
         # The scheduler moves on before the step runs: the update keeps the values of its own batch.
-        self._schedule = [(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
+        self._schedule = self._current_schedule()
         self._pending = self.next_update
         self.next_update += 1
         if self._tied_weight is not None:
@@ -183,21 +181,20 @@ class DeferredStep:
             if not base.is_stub_optimizer and base.config.clip_grad > 0.0:
                 clip_grads.clip_grad_by_total_norm_fp32(base.get_parameters(), base.config.clip_grad, norm)
 
+    def _current_schedule(self) -> list[tuple[float, float]]:
+        """Learning rate and weight decay of every group."""
+        return [(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
+
     def _exchange_schedule(self, values: list[tuple[float, float]]) -> list[tuple[float, float]]:
         """Set learning rate and weight decay of every group, and return what stood there."""
-        groups = self.optimizer.param_groups
-        current = [(group["lr"], group["weight_decay"]) for group in groups]
-        for group, (lr, weight_decay) in zip(groups, values, strict=True):
+        current = self._current_schedule()
+        for group, (lr, weight_decay) in zip(self.optimizer.param_groups, values, strict=True):
             group["lr"], group["weight_decay"] = lr, weight_decay
         return current
 
     def close(self) -> None:
         """Give the process group back."""
         self._norm.close()
-
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradients that wait for the deferred step."""
-        return self._gradients.nbytes()
 
 
 class _DetachedGradients:
@@ -233,9 +230,6 @@ class _DetachedGradients:
         """Take them away: a backward would accumulate into the ``grad`` of an fp32 parameter."""
         for master in self._masters:
             master.optimized.grad = None
-
-    def nbytes(self) -> int:
-        return sum(copy.numel() * copy.element_size() for _, copy in self._pairs)
 
 
 class _GlobalNorm:

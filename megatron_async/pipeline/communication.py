@@ -49,11 +49,6 @@ class _Channel:
         while self._sends and self._sends[0][0].is_completed():
             self._sends.popleft()[0].wait()  # raises if the send failed
 
-    @property
-    def outstanding(self) -> tuple[int, int]:
-        self.reap()
-        return len(self._sends), len(self._receives)
-
     def settle(self) -> None:
         while self._sends:
             self._sends.popleft()[0].wait()
@@ -135,11 +130,6 @@ class StageCommunicator:
     def send_gradient(self, tensor: torch.Tensor) -> None:
         """Start sending an input gradient to the stage before."""
         self._gradients_out.send(tensor)
-
-    def outstanding(self) -> tuple[int, int]:
-        """(sends, receives) that were posted and not consumed."""
-        counts = [c.outstanding for c in self._channels]
-        return sum(s for s, _ in counts), sum(r for _, r in counts)
 
     def settle(self) -> None:
         """Wait until every posted message has arrived; received ones stay ready to be consumed."""

@@ -109,11 +109,6 @@ class PipelineExecutor:
             Op.COMPLETE_UPDATE: self._complete_update,
         }
 
-    @property
-    def prefetched(self) -> int:
-        """Forwards of the next batch that have already run."""
-        return len(self._in_flight)
-
     def run_step(
         self, context: BatchContext, microbatches: int, next_microbatches: int | None
     ) -> list[dict[str, torch.Tensor]]:
@@ -162,21 +157,15 @@ class PipelineExecutor:
         self.next_batch += 1
         return self._losses.pop(batch, [])
 
-    def discard_prefetched(self) -> int:
-        """Throw the prefetched forwards away; their data have to be read again.
-
-        Returns:
-            Number of microbatches thrown away on this stage.
-        """
+    def discard_prefetched(self) -> None:
+        """Throw the prefetched forwards away; their data have to be read again."""
         self.communicator.discard()
-        dropped = len(self._in_flight)
         for flight in self._in_flight:
             self.versions.release(flight.version)
         self._in_flight.clear()
         self._losses.clear()
         self._microbatches.clear()
         self._filled = False
-        return dropped
 
     def _receive_activation(self, _: Action) -> None:
         assert self._context is not None

@@ -81,9 +81,6 @@ class Schedule:
         ValueError: If an argument is out of range.
     """
 
-    #: Weight versions that are live at the same time.
-    versions: int
-
     def __init__(self, stages: int, stage: int, warmup_factor: int = 1) -> None:
         if stages < 1:
             raise ValueError(f"stages must be at least 1, got {stages}")
@@ -130,7 +127,7 @@ class TwoBufferedWeights(Schedule):
     of batch k. Batch k reads x_{max(k-1, 0)} on every stage, forward and backward.
 
     The update k-1 is completed as late as its result allows: before the first forward of batch k+1, or, on a stage
-    that prefetches none, before the update k begins. That leaves the small all-reduce of the gradient norm almost a
+    that prefetches none, before the update k begins. That leaves the small all-gather of the gradient norm almost a
     whole step of time.
 
     Receives are posted one use ahead. At the end of a step, only those are outstanding whose messages are sent within
@@ -139,8 +136,6 @@ class TwoBufferedWeights(Schedule):
     Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (2BW), arXiv 2006.09503; the deferral of
     the update is this project's (docs/schedule.md).
     """
-
-    versions = 2
 
     @property
     def warmup(self) -> int:
@@ -258,28 +253,20 @@ def make_schedule(name: str, stages: int, stage: int, warmup_factor: int = 1) ->
     return SCHEDULES[name](stages, stage, warmup_factor)
 
 
-def run_steps(
-    microbatches: list[int], *, filled: bool = False, pending_update: int | None = None, first_batch: int = 0
-) -> Iterator[Step]:
+def run_steps(microbatches: list[int]) -> Iterator[Step]:
     """The steps of a run that trains the given batches in a row and then stops.
 
     Args:
         microbatches: m of each batch.
-        filled: Whether forwards of the first batch have already run.
-        pending_update: Number of the update pending at the start.
-        first_batch: Number of the first batch.
 
     Yields:
         One step a batch; the last one drains.
     """
-    for i, m in enumerate(microbatches):
-        following = microbatches[i + 1] if i + 1 < len(microbatches) else None
-        batch = first_batch + i
+    for batch, m in enumerate(microbatches):
         yield Step(
             batch=batch,
             microbatches=m,
-            next_microbatches=following,
-            filled=filled,
-            pending_update=pending_update,
+            next_microbatches=microbatches[batch + 1] if batch + 1 < len(microbatches) else None,
+            filled=batch > 0,
+            pending_update=batch - 1 if batch > 0 else None,
         )
-        filled, pending_update = following is not None, batch

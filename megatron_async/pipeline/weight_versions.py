@@ -57,8 +57,7 @@ class WeightVersions:
         """Point every parameter at ``version``. Free if it is bound already."""
         if version == self.bound:
             return
-        for parameter, tensor in zip(self.parameters, self.tensors(version), strict=True):
-            parameter.data = tensor
+        self.bind_to(self.tensors(version))
         self.bound = version
 
     def bind_to(self, tensors: Iterable[torch.Tensor | None]) -> None:
@@ -72,8 +71,7 @@ class WeightVersions:
 
     def rebind(self) -> None:
         """Undo :meth:`bind_to`."""
-        for parameter, tensor in zip(self.parameters, self.tensors(self.bound), strict=True):
-            parameter.data = tensor
+        self.bind_to(self.tensors(self.bound))
 
     def acquire(self, version: int) -> None:
         """Bind ``version`` for a forward whose graph will live until :meth:`release`."""
@@ -89,10 +87,6 @@ class WeightVersions:
         if self._readers.get(version, 0) < 1:
             raise RuntimeError(f"no live graph reads weight version {version}")
         self._readers[version] -= 1
-
-    def live_graphs(self, version: int) -> int:
-        """Number of forwards of ``version`` whose backward has not run."""
-        return self._readers.get(version, 0)
 
     def begin_write(self, version: int) -> list[torch.Tensor]:
         """The buffers to write ``version`` = newest + 1 into: those of the version two before it.

@@ -8,7 +8,6 @@ What stands for what is declared in four tables, a row with its reason for each 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from torch.utils._device import _device_constructors
 from megatron_async.patches.cpu import collectives, device, tensors
 from megatron_async.patches.cpu.quiet import silence
 from megatron_async.patches.replacement import apply_all
+from megatron_async.ranks import is_first_rank
 
 __all__ = ["install", "is_needed", "uninstall"]
 
@@ -66,7 +66,7 @@ def install(*, quiet: bool = False) -> None:
             undo.pop()()
         raise
     _undo.extend(undo)
-    if not quiet and os.environ.get("RANK", "0") == "0":
+    if not quiet and is_first_rank():
         print("> no CUDA device was found: the CPU stand-in is active", flush=True)
 
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
+from megatron_async.patches.cpu.device import CPU
 from megatron_async.patches.replacement import Replacement
-
-CPU = torch.device("cpu")
 
 # The factory functions to which Megatron, or a pretrain script, passes a device.
 FACTORIES = (
@@ -77,12 +76,12 @@ def _tensor_to(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return to
 
 
-def _tensor_cuda(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _tensor_itself(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(original)
-    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def itself(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self
 
-    return cuda
+    return itself
 
 
 class TypeName(str):
@@ -117,10 +116,6 @@ def _tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
     return type_
 
 
-def _tensor_pin_memory(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return _tensor_cuda(original)
-
-
 def _tensor_record_stream(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def record_stream(self: torch.Tensor, stream: Any) -> None: ...
@@ -138,8 +133,8 @@ def _rows() -> Iterator[Replacement]:
         )
     methods: list[tuple[str, Callable[[Any], Any], str]] = [
         ("to", _tensor_to, 'Tensor.to("cuda") raises without CUDA'),
-        ("cuda", _tensor_cuda, "Tensor.cuda() raises without CUDA"),
-        ("pin_memory", _tensor_pin_memory, "pinning raises without an accelerator"),
+        ("cuda", _tensor_itself, "Tensor.cuda() raises without CUDA"),
+        ("pin_memory", _tensor_itself, "pinning raises without an accelerator"),
         ("record_stream", _tensor_record_stream, "the allocator of CPU memory knows no streams"),
         ("type", _tensor_type, "Megatron's optimizers compare it with names such as torch.cuda.FloatTensor"),
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import math
@@ -255,32 +254,32 @@ def run_case(case: Case, records: StageRecords) -> tuple[list[str], int, int]:
     comparison = Comparison(pipeline, records)
     pipeline.updates.on_complete.append(comparison)
     data = (case.microbatch(k, i) for k in range(case.updates) for i in range(case.microbatches))
-    with SABOTAGES[case.sabotage](pipeline):
-        for k in range(case.updates):
-            for chunk in pipeline.model.buffers:
-                chunk.reset()
-            losses = pipeline.forward_backward(
-                forward_step_func=forward_step,
-                data_iterator=data,
-                num_microbatches=case.microbatches,
-                next_num_microbatches=case.microbatches if k + 1 < case.updates else None,
-                seq_length=case.spec.sequence,
-                micro_batch_size=case.spec.micro_batch,
-            )
-            comparison.remember(k, losses)
-            pipeline.step()
-            # As Megatron's scheduler does: the rate of the next batch, before the deferred step has run.
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(case.optimizer, k + 1)
-            if case.complete_early and k % 3 == 0:
-                pipeline.bind_newest()
-        pipeline.complete()
+    SABOTAGES[case.sabotage](pipeline)
+    for k in range(case.updates):
+        for chunk in pipeline.model.buffers:
+            chunk.reset()
+        losses = pipeline.forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=data,
+            num_microbatches=case.microbatches,
+            next_num_microbatches=case.microbatches if k + 1 < case.updates else None,
+            seq_length=case.spec.sequence,
+            micro_batch_size=case.spec.micro_batch,
+        )
+        comparison.remember(k, losses)
+        pipeline.step()
+        # As Megatron's scheduler does: the rate of the next batch, before the deferred step has run.
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(case.optimizer, k + 1)
+        if case.complete_early and k % 3 == 0:
+            pipeline.bind_newest()
+    pipeline.complete()
     persistent = live_bytes() - before if case.counts_bytes else 0
     pipeline.close()
     return comparison.differences, comparison.compared, persistent
 
 
-def _no_rebinding(pipeline: AsyncPipeline) -> Any:
+def _no_rebinding(pipeline: AsyncPipeline) -> None:
     """Backwards run on whatever version is bound."""
     executor, bind = pipeline.executor, pipeline.versions.bind
     original = executor._handlers
@@ -291,10 +290,9 @@ def _no_rebinding(pipeline: AsyncPipeline) -> Any:
         pipeline.versions.bind = bind  # type: ignore[method-assign]
 
     executor._handlers = {op: backward if op.value == "backward" else f for op, f in original.items()}
-    return contextlib.nullcontext()
 
 
-def _write_into_live_buffer(pipeline: AsyncPipeline) -> Any:
+def _write_into_live_buffer(pipeline: AsyncPipeline) -> None:
     """The new version also lands in the buffer that the graphs in flight read."""
     versions = pipeline.versions
     end_write = versions.end_write
@@ -305,16 +303,14 @@ def _write_into_live_buffer(pipeline: AsyncPipeline) -> Any:
         end_write(version)
 
     versions.end_write = overwrite  # type: ignore[method-assign]
-    return contextlib.nullcontext()
 
 
-def _current_learning_rate(pipeline: AsyncPipeline) -> Any:
+def _current_learning_rate(pipeline: AsyncPipeline) -> None:
     """The deferred step takes the rate that the scheduler has moved on to."""
     pipeline.updates._exchange_schedule = lambda values: values  # type: ignore[method-assign]
-    return contextlib.nullcontext()
 
 
-def _first_update_without_feedback(pipeline: AsyncPipeline) -> Any:
+def _first_update_without_feedback(pipeline: AsyncPipeline) -> None:
     """The first update is left uncorrected, and no later one makes up for it."""
     updates = pipeline.updates
     coefficient, step = updates.ef_coefficient, updates._step
@@ -324,17 +320,15 @@ def _first_update_without_feedback(pipeline: AsyncPipeline) -> Any:
         step(norm)
 
     updates._step = first_differs  # type: ignore[method-assign]
-    return contextlib.nullcontext()
 
 
-def _one_version_too_new(pipeline: AsyncPipeline) -> Any:
+def _one_version_too_new(pipeline: AsyncPipeline) -> None:
     """Every batch reads the newest weights there are, in forward and backward."""
     pipeline.schedule.version_read = lambda batch: pipeline.versions.newest  # type: ignore[method-assign]
-    return contextlib.nullcontext()
 
 
-SABOTAGES: dict[str | None, Callable[[AsyncPipeline], Any]] = {
-    None: lambda pipeline: contextlib.nullcontext(),
+SABOTAGES: dict[str | None, Callable[[AsyncPipeline], None]] = {
+    None: lambda pipeline: None,
     "no rebinding before the backward": _no_rebinding,
     "written into a live buffer": _write_into_live_buffer,
     "learning rate of the next batch": _current_learning_rate,

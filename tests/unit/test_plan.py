@@ -183,7 +183,9 @@ def test_plan_keeps_the_contract(stages: int, factor: int) -> None:
     least = factor * (stages - 1) + 1
     for m in sorted({least, least + 1, 2 * stages + 1, 4 * stages} - set(range(least))):
         world = simulate(plans(stages, [m] * 4, factor), [m] * 4, factor)
-        assert [s.most_in_flight for s in world.stages] == [factor * (stages - 1 - s) + 1 for s in range(stages)]
+        most = [s.most_in_flight for s in world.stages]
+        assert most == [factor * (stages - 1 - s) + 1 for s in range(stages)]
+        assert most == [TwoBufferedWeights(stages, s, factor).in_flight() for s in range(stages)]
 
 
 @pytest.mark.parametrize("factor", [1, 2])
