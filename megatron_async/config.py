@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from megatron_async.errors import ConfigurationError
+from megatron_async.observe.trace import check_directory
 from megatron_async.pipeline.plan import make_schedule
 from megatron_async.refusals import REFUSALS
 
@@ -31,6 +32,16 @@ class AsyncPipelineConfig:
     async_warmup_factor: Literal[1, 2] = 1
     """Forwards that stage s of p runs ahead: factor * (p-1-s). 2 hides the latency of stage-to-stage messages
     completely, at the price of about twice the activations and of at least 2p-1 microbatches a batch."""
+
+    async_trace: str | None = None
+    """Folder for timelines: every rank writes a Chrome trace (Perfetto) of what it does in some iterations. Works with
+    both schedules; scripts/plot_timeline.py draws it."""
+
+    async_trace_start: int = 12
+    """First iteration of --async-trace, counted from the start of this run."""
+
+    async_trace_steps: int = 5
+    """Number of iterations of --async-trace."""
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> "AsyncPipelineConfig":
@@ -58,6 +69,7 @@ class AsyncPipelineConfig:
                 is not supported.
         """
         self._check_values()
+        self._check_trace(args)
         if not self.is_asynchronous:
             self._check_unused()
             return
@@ -80,6 +92,20 @@ class AsyncPipelineConfig:
             raise ConfigurationError(
                 "--async-ef-coefficient has no effect without --async-error-feedback; add that flag"
             )
+
+    def _check_trace(self, args: argparse.Namespace) -> None:
+        if self.async_trace is None:
+            for name in ("async_trace_start", "async_trace_steps"):
+                if getattr(self, name) != getattr(AsyncPipelineConfig(), name):
+                    raise ConfigurationError(f"{_flag(name)} has no effect without --async-trace; add that flag")
+            return
+        if self.async_trace_start < 1 or self.async_trace_steps < 1:
+            raise ConfigurationError("--async-trace-start and --async-trace-steps must be at least 1")
+        if args.train_iters and self.async_trace_start > args.train_iters:
+            raise ConfigurationError(
+                f"--async-trace-start {self.async_trace_start} is beyond --train-iters {args.train_iters}; lower it"
+            )
+        check_directory(self.async_trace)
 
     def _check_unused(self) -> None:
         defaults = AsyncPipelineConfig()
@@ -144,6 +170,11 @@ def adjust_arguments(args: Any) -> list[str]:
         notes.append(
             "--rerun-mode set to disabled: the default replays a batch, which an asynchronous pipeline cannot, and "
             "synchronizes all ranks every iteration (NaN checks stay on)"
+        )
+    if args.overlap_param_gather and not args.overlap_param_gather_with_optimizer_step:
+        args.overlap_param_gather = False
+        notes.append(
+            "--overlap-param-gather taken out: the all-gather of new weights overlaps with a whole step by itself"
         )
     if args.wandb_project and not args.tensorboard_dir:
         base = args.wandb_save_dir or args.save or "."

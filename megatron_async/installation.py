@@ -35,7 +35,7 @@ def install() -> Session:
         cpu.install()
         _undo.append(cpu.uninstall)
 
-    from megatron_async.patches import table
+    from megatron_async.patches import table, tracing
     from megatron_async.patches.replacement import apply_all
     from megatron_async.session import Session
 
@@ -44,6 +44,8 @@ def install() -> Session:
 
     def switch_on(config: AsyncPipelineConfig) -> None:
         if not config.is_asynchronous:
+            if config.async_trace is not None:
+                _undo.extend(apply_all(tracing.tracing(tracing.ScheduleTracer(session.make_trace))))
             return
         rows = table.asynchronous(session)
         _undo.extend(apply_all(rows))

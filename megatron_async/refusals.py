@@ -48,12 +48,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--loss-scale", _is_set("loss_scale"), "the deferred step does not unscale", _DROP),
     Refusal("--fp8-format", _is_set("fp8"), "weight caches do not follow the weight versions", "use --bf16"),
     Refusal("--fp4-format", _is_set("fp4"), "weight caches do not follow the weight versions", "use --bf16"),
-    Refusal(
-        "--calculate-per-token-loss",
-        _is_set("calculate_per_token_loss"),
-        "it broadcasts a token count across stages in every batch",
-        _DROP,
-    ),
     # Parallelism
     Refusal(
         "virtual pipeline stages",
@@ -102,8 +96,26 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--use-distributed-optimizer",
-        _is_set("use_distributed_optimizer", "use_layer_wise_distributed_optimizer"),
-        "sharded masters are not supported with two weight versions yet",
+        lambda args: args.use_distributed_optimizer and args.optimizer != "adam",
+        "its shards follow whole parameters with this optimizer, which is not supported with two weight versions yet",
+        "use --optimizer adam or drop the flag",
+    ),
+    Refusal(
+        "--use-layer-wise-distributed-optimizer",
+        _is_set("use_layer_wise_distributed_optimizer"),
+        "shards of whole parameters are not supported with two weight versions yet",
+        _DROP,
+    ),
+    Refusal(
+        "--num-distributed-optimizer-instances",
+        _above_one("num_distributed_optimizer_instances"),
+        "reductions over two levels of replicas are not deferred yet",
+        "use --num-distributed-optimizer-instances 1",
+    ),
+    Refusal(
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+        _is_set("ddp_reduce_scatter_with_fp32_accumulation"),
+        "its reduction is waited for bucket by bucket",
         _DROP,
     ),
     Refusal(
@@ -115,12 +127,11 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--use-precision-aware-optimizer", _is_set("use_precision_aware_optimizer"), _ONE_VERSION, _DROP),
     Refusal("--optimizer-cpu-offload", _is_set("optimizer_cpu_offload"), _ONE_VERSION, _DROP),
     Refusal(
-        "--overlap-grad-reduce",
-        _is_set("overlap_grad_reduce"),
-        "the hooks do not know which microbatch is the last of a batch here",
+        "--overlap-param-gather-with-optimizer-step",
+        _is_set("overlap_param_gather_with_optimizer_step"),
+        "it is made for virtual pipeline stages",
         _DROP,
     ),
-    Refusal("--overlap-param-gather", _is_set("overlap_param_gather"), _ONE_VERSION, _DROP),
     Refusal(
         "--delay-wgrad-compute",
         _is_set("delay_wgrad_compute", "defer_embedding_wgrad_compute", "overlap_moe_expert_parallel_comm"),

@@ -1,17 +1,24 @@
 """The asynchronous pipeline inside Megatron's training loop, and which iteration a number belongs to."""
 
 import argparse
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_async.config import AsyncPipelineConfig
 from megatron_async.errors import ConfigurationError
+from megatron_async.observe.trace import NO_TRACE, Trace
 from megatron_async.optimizer.deferred_step import UpdateResult
 from megatron_async.pipeline.runtime import AsyncPipeline, PipelineOptions
+
+_EXIT_BY_SIGNAL, _EXIT_BY_TIME = 1, 2
+"""What a rank can request of all, a bit each."""
 
 _ADVANCED, _SKIPPED, _NAN = "advanced iterations", "skipped iterations", "nan iterations"
 
@@ -54,6 +61,7 @@ class Session:
         self._optimizer: Any = None
         self._model: list[torch.nn.Module] = []
         self._pending: _Iteration | None = None
+        self._agreed_requests = 0
 
     def check_machine(self, args: argparse.Namespace) -> None:
         """Refuse what cannot run on this machine.
@@ -149,9 +157,61 @@ class Session:
             self._pending.totals = (totals, dict(totals))
             self._pending.losses = losses
 
+    @contextmanager
+    def exit_checks(self) -> Iterator[None]:
+        """Let Megatron check signals and the time limit only when a rank is known to have seen one.
+
+        Megatron's own checks are world-wide reductions in every iteration. A request travels with the agreement of an
+        update instead, and every rank completes that update within the same iteration, so all of them ask together.
+        """
+        args = self._args
+        kept = args.exit_signal_handler, args.exit_duration_in_mins
+        if self.pipeline is not None:
+            if not self._agreed_requests & _EXIT_BY_SIGNAL:
+                args.exit_signal_handler = False
+            if not self._agreed_requests & _EXIT_BY_TIME:
+                args.exit_duration_in_mins = None
+        try:
+            yield
+        finally:
+            args.exit_signal_handler, args.exit_duration_in_mins = kept
+
+    def _request(self) -> int:
+        """What this rank requests now."""
+        from megatron.training import training
+        from megatron.training.global_vars import get_signal_handler
+
+        args, bits = self._args, 0
+        if args.exit_signal_handler and get_signal_handler()._signal_received:
+            bits |= _EXIT_BY_SIGNAL
+        if args.exit_duration_in_mins:
+            minutes = (time.time() - training._TRAIN_START_TIME) / 60.0
+            bits |= _EXIT_BY_TIME if minutes > args.exit_duration_in_mins else 0
+        return bits
+
+    def make_trace(self) -> Trace:
+        """The trace of this rank; all ranks of the job must call it together."""
+        from megatron.core import parallel_state
+
+        assert self.config is not None
+        if self.config.async_trace is None:
+            return NO_TRACE
+        trace = Trace(
+            self.config.async_trace,
+            rank=dist.get_rank(),
+            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            first_step=self.config.async_trace_start,
+            steps=self.config.async_trace_steps,
+            device=torch.device("cpu") if self.cpu else torch.device("cuda", torch.cuda.current_device()),
+        )
+        assert dist.group.WORLD is not None
+        trace.align(dist.group.WORLD)
+        return trace
+
     def finish_training(self) -> None:
         """Complete the last update, bind the newest weights, take messages off the wire."""
         if self.pipeline is not None:
+            self.pipeline.trace.close()
             self.pipeline.bind_newest()
             self.pipeline.executor.discard_prefetched()
 
@@ -170,9 +230,12 @@ class Session:
                 warmup_factor=self.config.async_warmup_factor,
                 ef_coefficient=self.config.ef_coefficient,
                 timeout=timedelta(minutes=self._args.distributed_timeout_minutes),
+                per_token=self._args.calculate_per_token_loss,
             ),
+            trace=self.make_trace(),
         )
         pipeline.updates.on_complete.append(self._after_update)
+        pipeline.updates.request = self._request
         return pipeline
 
     def _is_last_step(self) -> bool:
@@ -191,7 +254,8 @@ class Session:
         return first or iteration % self._args.log_interval == 0
 
     def _after_update(self, result: UpdateResult) -> None:
-        """Book a result that came after its iteration was logged."""
+        """Note requests, and book a result that came after its iteration was logged."""
+        self._agreed_requests |= result.requests
         pending, self._pending = self._pending, None
         if pending is None:
             return

@@ -121,6 +121,20 @@ def asynchronous(session: Session) -> tuple[Replacement, ...]:
             "a skipped update is known after its iteration was booked",
         ),
         row(
+            "checkpoint_and_decide_exit",
+            training_loop.checkpoint_and_decide_exit,
+            (
+                "model",
+                "optimizer",
+                "opt_param_scheduler",
+                "iteration",
+                "num_floating_point_operations_so_far",
+                "checkpointing_context",
+                "train_data_iterator",
+            ),
+            "signals and time limits are asked of all ranks in every iteration; they travel with the deferred update",
+        ),
+        row(
             "train",
             training_loop.train,
             (

@@ -71,6 +71,17 @@ def training_log(original: Callable[..., Any], session: Session) -> Callable[...
     return replacement
 
 
+def checkpoint_and_decide_exit(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """Megatron's checks of signals and time limits, once all ranks know that there is something to check."""
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        with session.exit_checks():
+            return original(*args, **kwargs)
+
+    return replacement
+
+
 def train(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """Megatron's loop; afterwards the model holds the newest weights and nothing is on the wire."""
 

@@ -1,12 +1,13 @@
-"""One optimizer update in two halves, apart in time: begin and complete.
+"""One optimizer update in halves that are apart in time: begin, take, complete.
 
-*Begin*, right after the last backward of batch k, waits for no other stage: it takes the reduced gradients out of the
-accumulation buffer, so that batch k+1 can accumulate there, and starts the communication that the update needs.
-*Complete*, a step later, joins it, clips by the exact global norm, steps, and writes x_{k+1}.
+*Begin*, right after the last backward of batch k, waits for nothing: it starts the reduction of the gradients over
+data-parallel replicas. *Take*, before the first backward of batch k+1, moves the reduced gradients out of the
+accumulation buffer and starts what the stages must agree on. *Complete*, most of a step later, joins it, clips by the
+exact global norm, steps, and writes x_{k+1}.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,9 +17,12 @@ import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from megatron_async.observe.trace import NO_TRACE, Trace
+from megatron_async.optimizer.agreement import Agreed, Agreement
 from megatron_async.optimizer.error_feedback import calculate_error_feedback
+from megatron_async.optimizer.gradients import Gradients
 from megatron_async.optimizer.masters import Master, base_optimizers
-from megatron_async.pipeline.groups import new_group_like
+from megatron_async.optimizer.parameter_gather import ParameterGather
 from megatron_async.pipeline.weight_versions import WeightVersions
 
 
@@ -31,26 +35,34 @@ class UpdateResult:
         grad_norm: Global l2 norm of the batch-k gradient before clipping.
         skipped: Whether the update was skipped, so that x_{k+1} = x_k: the norm was not finite or above
             ``--grad-norm-skip-threshold``.
+        requests: Union of what the ranks requested while the update was pending, a bit each; the same on all ranks.
     """
 
     update: int
     grad_norm: float
     skipped: bool
+    requests: int = 0
 
 
 class DeferredStep:
     """Begins and completes the updates of a Megatron optimizer.
 
+    Attributes:
+        on_complete: Called with the result of every completed update.
+        request: Bits that this rank wants the others to know, asked for once an update.
+
     Args:
         optimizer: The Megatron optimizer.
         masters: Its masters, from :func:`~megatron_async.optimizer.masters.find_masters`.
-        versions: The weight versions of the stage, over the parameters of ``masters`` in the same order.
-        gradient_buffers: The gradient accumulation buffers of the DDP-wrapped model (``model.buffers``).
-        finalize: Reduces the gradients in the buffers within the stage: data parallelism, sequence parallelism.
+        versions: The weight versions of the stage.
+        gradients: The gradients of the stage.
+        parameter_gather: Gathers the shards of a new version; None if every rank writes all of it.
+        everyone: The ranks that have to agree on requests and token counts.
         tied_weight: This stage's copy of a weight that another stage holds too, or None.
         tied_group: The group of the stages that hold a copy; None if there is no tied weight.
         ef_coefficient: c of the error feedback, 0 for none.
-        timeout: Timeout of the group for the gradient norm; None for PyTorch's default.
+        timeout: Timeout of the group for the agreement; None for PyTorch's default.
+        trace: Where the times of waits and steps go.
     """
 
     def __init__(
@@ -59,27 +71,36 @@ class DeferredStep:
         optimizer: Any,
         masters: list[Master],
         versions: WeightVersions,
-        gradient_buffers: Iterable[Any],
-        finalize: Callable[[], None],
+        gradients: Gradients,
+        everyone: dist.ProcessGroup,
+        parameter_gather: ParameterGather | None = None,
         tied_weight: torch.nn.Parameter | None = None,
         tied_group: dist.ProcessGroup | None = None,
         ef_coefficient: float = 0.0,
         timeout: timedelta | None = None,
+        trace: Trace = NO_TRACE,
     ) -> None:
         self.optimizer = optimizer
         self.masters = masters
         self.versions = versions
+        self.gradients = gradients
         self.ef_coefficient = ef_coefficient
-        self.finalize = finalize
         self.next_update = 0
         self.on_complete: list[Callable[[UpdateResult], None]] = []
-        self._gradients = _DetachedGradients(gradient_buffers, masters)
+        self.request: Callable[[], int] = lambda: 0
+        self.trace = trace
+        self._parameter_gather = parameter_gather
         self._tied_weight = tied_weight
         self._tied_group = tied_group
         self._tied_work: dist.Work | None = None
-        self._norm = _GlobalNorm(optimizer.get_grad_stats_parallel_group(), timeout)
+        self._agreement = Agreement(optimizer.get_grad_stats_parallel_group(), everyone, timeout)
         self._pending: int | None = None
+        self._is_taken = False
+        self._tokens: torch.Tensor | None = None
+        self._per_token = False
         self._schedule: list[tuple[float, float]] = []
+        positions = {parameter: i for i, parameter in enumerate(versions.parameters)}
+        self._positions = [positions[master.parameter] for master in masters]
 
     @property
     def pending(self) -> int | None:
@@ -87,29 +108,44 @@ class DeferredStep:
         return self._pending
 
     @torch.no_grad()
-    def begin(self) -> None:
+    def begin(self, *, per_token: bool = False, tokens: torch.Tensor | None = None) -> None:
         """Begin the next update with the gradients in the accumulation buffers.
+
+        Args:
+            per_token: Whether the gradients are sums that have to be divided by the number of tokens of the batch.
+            tokens: Tokens of the batch that this rank alone counts, one element; None on ranks that count none.
 
         Raises:
             RuntimeError: If the update before is not complete.
         """
         if self._pending is not None:
             raise RuntimeError(f"update {self._pending} must be complete before update {self.next_update} begins")
-        self.finalize()
-        self._gradients.take()
-        # The scheduler moves on before the step runs: the update keeps the values of its own batch.
-        self._schedule = self._current_schedule()
-        self._pending = self.next_update
-        self.next_update += 1
-        if self._tied_weight is not None:
-            gradient = self._gradients.of(self._tied_weight)
-            self._tied_work = dist.all_reduce(gradient, group=self._tied_group, async_op=True)
-        else:
-            self._start_norm()
+        with self.trace.span("begin update", batch=self.next_update):
+            self.gradients.start_reduction()
+            # The scheduler moves on before the step runs: the update keeps the values of its own batch.
+            self._schedule = self._current_schedule()
+            self._per_token, self._tokens = per_token, tokens
+            self._pending = self.next_update
+            self._is_taken = False
+            self.next_update += 1
+            if not self.gradients.has_peers:
+                self._take()
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Move the reduced gradients out of the accumulation buffers, if that has not been done."""
+        if self._pending is None or self._is_taken:
+            return
+        with self.trace.span("reduction wait", batch=self._pending):
+            self._take()
 
     @torch.no_grad()
     def poll(self) -> None:
-        """Start the norm once the gradient of the tied weight, which it counts, has been summed. Never blocks."""
+        """Let what runs in the background go on as soon as it can. Never blocks."""
+        if self._pending is None:
+            return
+        if not self._is_taken and self.gradients.is_reduced():
+            self._take()
         if self._tied_work is not None and self._tied_work.is_completed():
             self._join_tied()
 
@@ -122,59 +158,109 @@ class DeferredStep:
         """
         if self._pending is None:
             return None
-        self._join_tied()
-        norm = self._norm.join()
-        threshold = self.optimizer.config.grad_norm_skip_threshold
-        skipped = not math.isfinite(norm) or norm > threshold
-        if skipped:
-            self.versions.repeat_newest()
-        else:
-            self._step(norm)
-        result = UpdateResult(self._pending, norm, skipped)
+        update = self._pending
+        self.take()
+        with self.trace.span("norm wait", batch=update):
+            self._join_tied()
+            agreed = self._agreement.join()
+        with self.trace.span("step", batch=update, version=self.versions.newest + 1):
+            norm = self._scale_per_token(agreed)
+            skipped = not math.isfinite(norm) or norm > self.optimizer.config.grad_norm_skip_threshold
+            if skipped:
+                self.versions.repeat_newest()
+            else:
+                self._step(norm)
+        result = UpdateResult(update, norm, skipped, agreed.requests)
         self._pending = None
         for callback in self.on_complete:
             callback(result)
         return result
 
+    def _take(self) -> None:
+        self.gradients.take()
+        self._is_taken = True
+        # The norm counts the gradient of a tied weight, so its sum over both stages comes first.
+        gradient = None if self._tied_weight is None else self.gradients.of(self._tied_weight)
+        if gradient is not None:
+            self._tied_work = dist.all_reduce(gradient, group=self._tied_group, async_op=True)
+        else:
+            self._start_agreement()
+
     def _join_tied(self) -> None:
         if self._tied_work is not None:
             self._tied_work.wait()
             self._tied_work = None
-            self._start_norm()
+            self._start_agreement()
 
-    def _start_norm(self) -> None:
-        self._gradients.attach()
+    def _start_agreement(self) -> None:
+        self.gradients.attach()
         gradients = [g for base in base_optimizers(self.optimizer) for g in base.get_grads_for_grad_norm()]
-        self._gradients.detach()
-        self._norm.start(gradients)
+        self.gradients.detach()
+        self._agreement.start(self._local_squared_norm(gradients), self._tokens, self.request())
+        self._tokens = None
+
+    def _local_squared_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        device = self.versions.parameters[0].device
+        if not gradients:
+            return torch.zeros(1, dtype=torch.float32, device=device)
+        overflow = torch.zeros(1, dtype=torch.int, device=device)
+        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
+        squared: torch.Tensor = norm.reshape(1) ** 2
+        return squared
+
+    def _scale_per_token(self, agreed: Agreed) -> float:
+        """Divide the gradients by the number of tokens of the batch, if they are sums.
+
+        Returns:
+            The norm of the gradients as they are now.
+        """
+        if not self._per_token:
+            return agreed.norm
+        # In fp32, as Megatron does: its scale is the reciprocal of an integer tensor.
+        tokens = torch.tensor(max(agreed.tokens, 1.0), dtype=torch.float32)
+        scale = 1.0 / tokens
+        self.gradients.scale(scale.to(self.versions.parameters[0].device))
+        return agreed.norm * float(scale)
 
     def _step(self, norm: float) -> None:
         versions, masters = self.versions, self.masters
+        version = versions.newest + 1
         before = [m.weight.clone() for m in masters] if self.ef_coefficient else None
-        target = versions.begin_write(versions.newest + 1)
-        self._gradients.attach()
+        self.gradients.attach()
         self._clip(norm)
-        # Megatron copies a bf16 parameter's master to `param.data`: that is the new version's buffer while it steps.
-        # An fp32 parameter is stepped in place: that is its master meanwhile. No graph reads either, so the versions
-        # that autograd compares may stay as they are.
-        versions.bind_to(m.weight if m.is_own else t for m, t in zip(masters, target, strict=True))
-        own = tuple(m.parameter for m in masters if m.is_own)
         values = self._exchange_schedule(self._schedule)
+        # The inner optimizers, not Megatron's `step_with_ready_grads`: that also copies the masters into the weights
+        # that the model computes with, and gathers those; here they go to the buffers of the new version.
+        in_place = [m for m in masters if m.steps_in_place]
+        bound = [m.parameter.data for m in in_place]
         try:
-            with _unsafe_preserve_version_counter(own):
-                self.optimizer.step_with_ready_grads()
+            # No graph reads the masters: the versions that autograd compares may stay as they are.
+            with _unsafe_preserve_version_counter(tuple(m.optimized for m in masters if m.shares_version_counter)):
+                for master in in_place:
+                    master.parameter.data = master.weight
+                for base in base_optimizers(self.optimizer):
+                    if not base.is_stub_optimizer:
+                        base.optimizer.step()
         finally:
+            for master, data in zip(in_place, bound, strict=True):
+                master.parameter.data = data
             self._exchange_schedule(values)
-            self._gradients.detach()
-            versions.rebind()
+            self.gradients.detach()
+        self._write(version, before)
+
+    def _write(self, version: int, before: list[torch.Tensor] | None) -> None:
+        """Write the model weights of a new version from the masters: x = z, or x = z - c u with error feedback."""
+        buffers = self.versions.begin_write(version)
+        targets = [m.part_of(buffers[i]) for m, i in zip(self.masters, self._positions, strict=True)]
+        weights = [m.weight for m in self.masters]
         if before is not None:
-            for old, master, tensor in zip(before, masters, target, strict=True):
-                tensor.copy_(calculate_error_feedback(old, master.weight, self.ef_coefficient, out=old))
-        else:
-            for master, tensor in zip(masters, target, strict=True):
-                if master.is_own:
-                    tensor.copy_(master.weight)
-        versions.end_write(versions.newest + 1)
+            for old, weight in zip(before, weights, strict=True):
+                calculate_error_feedback(old, weight, self.ef_coefficient, out=old)
+            weights = before
+        if targets:
+            torch._foreach_copy_(targets, weights)
+        gather = self._parameter_gather
+        self.versions.end_write(version, gather.start(self.versions, version) if gather is not None else ())
 
     def _clip(self, norm: float) -> None:
         for base in base_optimizers(self.optimizer):
@@ -193,85 +279,6 @@ class DeferredStep:
         return current
 
     def close(self) -> None:
-        """Give the process group back."""
-        self._norm.close()
-
-
-class _DetachedGradients:
-    """A copy of the reduced gradients, out of the way of the next batch's accumulation."""
-
-    def __init__(self, buffers: Iterable[Any], masters: list[Master]) -> None:
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        views: dict[torch.nn.Parameter, torch.Tensor] = {}
-        for buffer in buffers:
-            copy = torch.empty_like(buffer.grad_data, dtype=torch.float32)
-            self._pairs.append((buffer.grad_data, copy))
-            for parameter, (start, end, _) in buffer.param_index_map.items():
-                views[parameter] = copy[start:end].view(parameter.shape)
-        missing = [m for m in masters if m.parameter not in views]
-        if missing:
-            raise RuntimeError(f"{len(missing)} trainable parameter(s) have no gradient buffer")
-        self._views = views
-        self._masters = masters
-
-    def take(self) -> None:
-        for source, copy in self._pairs:
-            copy.copy_(source)
-
-    def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        return self._views[parameter]
-
-    def attach(self) -> None:
-        """Let the optimizer see the gradients."""
-        for master in self._masters:
-            master.optimized.grad = self._views[master.parameter]
-
-    def detach(self) -> None:
-        """Take them away: a backward would accumulate into the ``grad`` of an fp32 parameter."""
-        for master in self._masters:
-            master.optimized.grad = None
-
-
-class _GlobalNorm:
-    """The l2 norm over all stages, from one small all-gather that runs in the background.
-
-    Every rank gathers the squared norms of all ranks and adds them with one rounding (``math.fsum``): the result does
-    not depend on backend, rank order, or the number of stages a norm is split over beyond the per-stage sums.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
-        # Of its own, since a stage that waits for a tied gradient joins later than others do: on a shared group that
-        # would change the order of collectives.
-        self._group: dist.ProcessGroup | None = new_group_like(group, "gradient norm", timeout)
-        self._size = group.size()
-        self._work: dist.Work | None = None
-        self._gathered: torch.Tensor | None = None
-
-    def start(self, gradients: list[torch.Tensor]) -> None:
-        squared = self._local_squared_norm(gradients)
-        self._gathered = torch.empty(self._size, dtype=torch.float32, device=squared.device)
-        self._work = dist.all_gather_single(self._gathered, squared, group=self._group, async_op=True)
-
-    @staticmethod
-    def _local_squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-        if not gradients:
-            return torch.zeros(1, dtype=torch.float32, device=torch.cuda.current_device())
-        overflow = torch.zeros(1, dtype=torch.int, device=gradients[0].device)
-        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
-        squared: torch.Tensor = norm.reshape(1) ** 2
-        return squared
-
-    def join(self) -> float:
-        if self._work is None or self._gathered is None:
-            raise RuntimeError("the gradient norm was not started")
-        self._work.wait()
-        values = self._gathered.tolist()
-        self._work = self._gathered = None
-        if not all(map(math.isfinite, values)):
-            return math.nan
-        return float(math.fsum(values) ** 0.5)
-
-    def close(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            dist.destroy_process_group(group)
+        """Give the process group and the gradient buffers back."""
+        self._agreement.close()
+        self.gradients.close()

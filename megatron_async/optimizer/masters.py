@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
@@ -14,27 +15,42 @@ from megatron.core.optimizer.optimizer import (
 
 @dataclass(frozen=True, slots=True)
 class Master:
-    """The optimizer's side of one parameter.
+    """The optimizer's side of one parameter, or of this rank's shard of it.
 
     Attributes:
         parameter: The parameter of the model, of the model's dtype.
         optimized: The object that the optimizer's parameter groups hold, whose ``grad`` a step reads: the fp32 copy of
-            a bf16 parameter, or an fp32 parameter itself.
-        weight: The master weight z, fp32, of the parameter's shape.
+            a bf16 parameter, or an fp32 parameter itself; with the distributed optimizer a shard of that.
+        weight: The master weight z, fp32, of the shape of ``optimized``.
+        shard: First element and end of what ``weight`` holds of the flattened parameter; None for all of it.
+        in_bucket: First element and end of the same in this rank's shard of the gradient bucket; None without shards.
     """
 
     parameter: torch.nn.Parameter
     optimized: torch.Tensor
     weight: torch.Tensor
+    shard: tuple[int, int] | None = None
+    in_bucket: tuple[int, int] | None = None
 
     @property
-    def is_own(self) -> bool:
-        """Whether Megatron keeps no master for this parameter, so that ``weight`` was made here.
-
-        With two weight versions an fp32 parameter needs one as a bf16 parameter does: the optimizer steps the newest
-        weights in place, which live graphs read.
-        """
+    def steps_in_place(self) -> bool:
+        """Whether the optimizer steps the parameter object itself, whose storage a live graph may read."""
         return self.optimized is self.parameter
+
+    @property
+    def shares_version_counter(self) -> bool:
+        """Whether autograd counts an in-place change of ``optimized`` as one of the parameter: an fp32 one or a view.
+
+        Whatever storage its ``data`` points at.
+        """
+        return self.parameter.dtype is torch.float32
+
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements of a tensor of the parameter's shape that this master stands for, in the shape of ``weight``."""
+        if self.shard is None:
+            return tensor
+        start, end = self.shard
+        return tensor.view(-1)[start:end]
 
 
 def base_optimizers(optimizer: Any) -> list[Any]:
@@ -45,10 +61,11 @@ def base_optimizers(optimizer: Any) -> list[Any]:
 def find_masters(optimizer: Any) -> list[Master]:
     """The masters of all parameters of a Megatron optimizer, in the order of its groups.
 
-    Memory: 4 bytes for every fp32 parameter, nothing for a bf16 one, whose master Megatron has.
+    Memory: 4 bytes for every fp32 parameter (shard), nothing for a bf16 one, whose master Megatron has.
 
     Args:
-        optimizer: A ``ChainedOptimizer``, ``Float16OptimizerWithFloat16Params`` or ``FP32Optimizer``.
+        optimizer: A ``ChainedOptimizer``, ``Float16OptimizerWithFloat16Params``, ``FP32Optimizer`` or
+            ``DistributedOptimizer``.
 
     Raises:
         TypeError: If an optimizer of the chain keeps its masters in a form that is not supported.
@@ -56,21 +73,61 @@ def find_masters(optimizer: Any) -> list[Master]:
     return [master for base in base_optimizers(optimizer) for master in _masters_of(base)]
 
 
+def covered_parameters(optimizer: Any) -> set[torch.nn.Parameter]:
+    """Parameters that the optimizer updates, here or, with the distributed optimizer, on a data-parallel peer."""
+    covered: set[torch.nn.Parameter] = set()
+    for base in base_optimizers(optimizer):
+        if isinstance(base, DistributedOptimizer):
+            for buffer in base.buffers:
+                covered.update(buffer.param_index_map)
+        else:
+            covered.update(master.parameter for master in _known_masters(base))
+    return covered
+
+
 def _masters_of(optimizer: Any) -> Iterator[Master]:
+    for master in _known_masters(optimizer):
+        if not master.shares_version_counter:
+            yield master
+            continue
+        # Megatron keeps no master for an fp32 parameter. With two weight versions it needs one as a bf16 parameter
+        # does: the optimizer steps the newest weights in place, which live graphs read.
+        weight = master.weight.detach().clone()
+        if not master.steps_in_place:
+            # A shard is a view that nothing but the optimizer looks at: let it look at the master for good.
+            master.optimized.data = weight
+        yield Master(master.parameter, master.optimized, weight, master.shard, master.in_bucket)
+
+
+def _known_masters(optimizer: Any) -> Iterator[Master]:
     if optimizer.is_stub_optimizer:
         return
-    # The classes themselves: a subclass (the distributed optimizer is one's sibling) may shard or reorder its masters.
+    # The classes themselves: a subclass may shard or reorder its masters.
     if type(optimizer) is Float16OptimizerWithFloat16Params:
         for group, masters in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
             for parameter, master in zip(group, masters, strict=True):
                 yield Master(parameter, master, master)
-        full_precision = [p for group in optimizer.fp32_from_fp32_groups for p in group]
+        for group in optimizer.fp32_from_fp32_groups:
+            yield from (Master(p, p, p) for p in group)
     elif type(optimizer) is FP32Optimizer:
-        full_precision = optimizer.get_parameters()
+        yield from (Master(p, p, p) for p in optimizer.get_parameters())
+    elif type(optimizer) is DistributedOptimizer:
+        yield from _sharded_masters(optimizer, optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups)
+        yield from _sharded_masters(optimizer, optimizer.model_fp32_groups, optimizer.shard_fp32_groups)
     else:
         raise TypeError(
             f"2bw-async cannot defer the step of {type(optimizer).__name__}: use --optimizer adam, sgd or muon "
-            "without --use-distributed-optimizer"
+            "(adam with --use-distributed-optimizer)"
         )
-    for parameter in full_precision:
-        yield Master(parameter, parameter, parameter.detach().clone())
+
+
+def _sharded_masters(
+    optimizer: DistributedOptimizer,
+    parameter_groups: list[list[torch.nn.Parameter]],
+    shard_groups: list[list[torch.Tensor]],
+) -> Iterator[Master]:
+    for parameters, shards in zip(parameter_groups, shard_groups, strict=True):
+        for parameter, shard in zip(parameters, shards, strict=True):
+            ranges = optimizer._get_model_param_range_map(parameter)
+            inside, local = ranges["param"], ranges["gbuf_local"]
+            yield Master(parameter, shard, shard, (inside.start, inside.end), (local.start, local.end))

@@ -3,6 +3,10 @@
 Activations and gradients travel in two process groups of their own. The forward-only schedule of an evaluation can
 therefore use Megatron's pipeline group while a prefetched activation is still on the wire, and on NCCL the two
 directions of a pair of stages do not queue behind each other.
+
+On CUDA a receive is posted on a side stream (streams.py), so that it starts when the message is there and not when the
+computation queued before it ends; the computation alone waits for it. A send is issued from the compute stream, whose
+result it needs; its tensor is kept until the device has sent it.
 """
 
 from collections import deque
@@ -12,14 +16,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_async.pipeline.groups import new_group_like
+from megatron_async.pipeline.streams import SideStream
 
 
 class _Channel:
     """One direction of messages between this stage and a neighbour, in the order in which they are posted."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, peer: int, side: SideStream) -> None:
         self._group: dist.ProcessGroup | None = group
         self._peer = peer
+        self._side = side
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._receives: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
@@ -32,8 +38,9 @@ class _Channel:
         self._sends.append((work, tensor))
 
     def post_receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        work = dist.irecv(tensor, self._peer, group=self._group)
+        with self._side():
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            work = dist.irecv(tensor, self._peer, group=self._group)
         assert work is not None
         self._receives.append((work, tensor))
 
@@ -42,6 +49,7 @@ class _Channel:
             raise RuntimeError("a message is consumed whose receive was not posted: the plan is wrong")
         work, tensor = self._receives.popleft()
         work.wait()
+        self._side.hand_over(tensor)
         return tensor
 
     def reap(self) -> None:
@@ -83,6 +91,7 @@ class StageCommunicator:
         self.stages = pp_group.size()
         self._dtype = dtype
         self._device = device
+        self._side = SideStream(device)
         self._channels: list[_Channel] = []
         self._groups: list[dist.ProcessGroup] = []
         if self.stages == 1:
@@ -101,7 +110,7 @@ class StageCommunicator:
             self._gradients_in = self._channel(backward, ranks[self.stage + 1])
 
     def _channel(self, group: dist.ProcessGroup, peer: int) -> _Channel:
-        channel = _Channel(group, peer)
+        channel = _Channel(group, peer, self._side)
         self._channels.append(channel)
         return channel
 

@@ -1,5 +1,6 @@
 """Runs a plan on one stage, with megatron-core's own ``forward_step`` and ``backward_step``."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_step,
 )
 
+from megatron_async.observe.trace import NO_TRACE, Trace
 from megatron_async.pipeline.communication import StageCommunicator
 from megatron_async.pipeline.plan import Action, Op, Schedule, Step
 from megatron_async.pipeline.weight_versions import WeightVersions
@@ -24,6 +26,9 @@ class Updates(Protocol):
     @property
     def pending(self) -> int | None:
         """Number of the update that has begun and is not complete, if any."""
+
+    def take(self) -> None:
+        """Empty the gradient accumulation buffers, if the pending update has not done so."""
 
     def complete(self) -> Any:
         """Complete the pending update."""
@@ -61,29 +66,36 @@ class _InFlight:
 class PipelineExecutor:
     """One stage of an asynchronous pipeline.
 
+    Attributes:
+        next_batch: Number of the batch whose backwards the next call of :meth:`run_step` runs.
+        tokens: Tokens of the batch that was run last, as Megatron's loss functions count them, int, one element; None
+            on stages without a loss.
+
     Batches are numbered from 0 within this executor. Between two calls of :meth:`run_step` forwards of the next batch
     may have run, their graphs are kept here.
 
     Args:
-        model: The stage's model, as Megatron wraps it (DDP).
+        model: The stage's model, wrapped by Megatron's ``DistributedDataParallel``.
         config: Its ``TransformerConfig``.
         schedule: The schedule of this stage.
         versions: The weight versions of this stage.
         communicator: Messages with the neighbours.
         updates: The deferred optimizer step.
-        observer: Called with every action after it ran, and the weight version that it bound; for audits and traces.
+        observer: Called with every action after it ran, and the weight version that it bound; for audits.
+        trace: Where the times of the actions go.
     """
 
     def __init__(
         self,
         *,
-        model: torch.nn.Module,
+        model: Any,
         config: Any,
         schedule: Schedule,
         versions: WeightVersions,
         communicator: StageCommunicator,
         updates: Updates,
         observer: Callable[[Action, int], None] | None = None,
+        trace: Trace = NO_TRACE,
     ) -> None:
         self.model = model
         self.config = config
@@ -92,9 +104,13 @@ class PipelineExecutor:
         self.communicator = communicator
         self.updates = updates
         self.observer = observer
+        self.trace = trace
         self.next_batch = 0
+        self.tokens: torch.Tensor | None = None
+        self._has_reduction_hooks = bool(model.ddp_config.overlap_grad_reduce)
         self._in_flight: list[_InFlight] = []
         self._losses: dict[int, list[Any]] = {}
+        self._tokens: dict[int, torch.Tensor] = {}
         self._microbatches: dict[int, int] = {}
         self._filled = False
         self._context: BatchContext | None = None
@@ -106,6 +122,7 @@ class PipelineExecutor:
             Op.RECEIVE_GRADIENT: self._receive_gradient,
             Op.BACKWARD: self._backward,
             Op.SEND_GRADIENT: self._send_gradient,
+            Op.TAKE_GRADIENTS: lambda _: self.updates.take(),
             Op.COMPLETE_UPDATE: self._complete_update,
         }
 
@@ -154,6 +171,7 @@ class PipelineExecutor:
                 self.observer(action, self.versions.bound)
         self._filled = next_microbatches is not None
         self._microbatches.pop(batch)
+        self.tokens = self._tokens.pop(batch, None)
         self.next_batch += 1
         return self._losses.pop(batch, [])
 
@@ -164,6 +182,7 @@ class PipelineExecutor:
             self.versions.release(flight.version)
         self._in_flight.clear()
         self._losses.clear()
+        self._tokens.clear()
         self._microbatches.clear()
         self._filled = False
 
@@ -177,40 +196,64 @@ class PipelineExecutor:
 
     def _forward(self, action: Action) -> None:
         assert self._context is not None
-        input_tensor = None if self.schedule.is_first else self.communicator.receive_activation()
-        self.versions.acquire(action.version)
-        output_tensor, _ = forward_step(
-            self._context.forward_step_func,
-            self._context.data_iterator,
-            self.model,
-            self._microbatches[action.batch],
-            input_tensor,
-            self._losses.setdefault(action.batch, []),
-            self.config,
-            cp_group_size=1,
-            current_microbatch=action.microbatch,
-            is_last_stage=self.schedule.is_last,
-        )
+        input_tensor = None
+        if not self.schedule.is_first:
+            with self._span("receive wait", action):
+                input_tensor = self.communicator.receive_activation()
+        with self._span("forward", action):
+            self.versions.acquire(action.version)
+            output_tensor, tokens = forward_step(
+                self._context.forward_step_func,
+                self._context.data_iterator,
+                self.model,
+                self._microbatches[action.batch],
+                input_tensor,
+                self._losses.setdefault(action.batch, []),
+                self.config,
+                cp_group_size=1,
+                current_microbatch=action.microbatch,
+                is_last_stage=self.schedule.is_last,
+            )
+        if self.schedule.is_last:
+            counted = self._tokens.get(action.batch)
+            self._tokens[action.batch] = tokens if counted is None else counted + tokens
         self._in_flight.append(_InFlight(action.batch, action.microbatch, action.version, input_tensor, output_tensor))
 
-    def _send_activation(self, _: Action) -> None:
+    def _send_activation(self, action: Action) -> None:
         output_tensor = self._in_flight[-1].output_tensor
-        self.communicator.send_activation(output_tensor)
+        with self._span("send", action):
+            self.communicator.send_activation(output_tensor)
         deallocate_output_tensor(output_tensor, self.config.deallocate_pipeline_outputs)
 
     def _backward(self, action: Action) -> None:
         flight = self._in_flight.pop(0)
         if (flight.batch, flight.microbatch) != (action.batch, action.microbatch):
             raise RuntimeError(f"the plan wants the backward of {action}, the oldest forward is {flight}")
-        gradient = None if self.schedule.is_last else self.communicator.receive_gradient()
-        # The parameters may be bound to the other version by now: an operator that saved the leaf would use that one.
-        self.versions.bind(flight.version)
-        self._gradient_to_send = backward_step(flight.input_tensor, flight.output_tensor, gradient, self.config)
+        gradient = None
+        if not self.schedule.is_last:
+            with self._span("receive wait", action):
+                gradient = self.communicator.receive_gradient()
+        is_last_of_batch = action.microbatch == self._microbatches[action.batch] - 1
+        with self._span("backward", action), self._no_sync(is_last_of_batch):
+            # The parameters may be bound to the other version by now: an operator that saved the leaf would use that.
+            self.versions.bind(flight.version)
+            self._gradient_to_send = backward_step(flight.input_tensor, flight.output_tensor, gradient, self.config)
         self.versions.release(flight.version)
 
-    def _send_gradient(self, _: Action) -> None:
+    def _no_sync(self, is_last_of_batch: bool) -> contextlib.AbstractContextManager[Any]:
+        """Megatron's hooks of ``--overlap-grad-reduce`` start reductions in the last backward of a batch only."""
+        if is_last_of_batch or not self._has_reduction_hooks:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[Any] = self.model.no_sync()
+        return context
+
+    def _span(self, name: str, action: Action) -> contextlib.AbstractContextManager[Any]:
+        return self.trace.span(name, batch=action.batch, microbatch=action.microbatch, version=action.version)
+
+    def _send_gradient(self, action: Action) -> None:
         assert self._gradient_to_send is not None
-        self.communicator.send_gradient(self._gradient_to_send)
+        with self._span("send", action):
+            self.communicator.send_gradient(self._gradient_to_send)
         self._gradient_to_send = None
 
     def _complete_update(self, _: Action) -> None:

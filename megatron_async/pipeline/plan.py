@@ -27,9 +27,12 @@ class Op(Enum):
     BACKWARD = "backward"
     SEND_GRADIENT = "send gradient"
     BEGIN_UPDATE = "begin update"
-    """Take the reduced gradients of the batch out of the accumulation buffer, start the norm. Waits for nothing."""
+    """Start the reduction of the batch's gradients over data-parallel replicas. Waits for nothing."""
+    TAKE_GRADIENTS = "take gradients"
+    """Take the reduced gradients out of the accumulation buffer, which the next backward needs, and start the norm.
+    Waits at most for the reduction, which a forward has had the time of, and for no other stage."""
     COMPLETE_UPDATE = "complete update"
-    """Join the norm, clip, step, write the new weight version."""
+    """Join the norm, clip, step, write the new weight version, start its all-gather over data-parallel replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Action:
 
     Attributes:
         op: What to do.
-        batch: Number of the global batch the work belongs to. For the two update operations: number of the update.
+        batch: Number of the global batch the work belongs to. For the update operations: number of the update.
         microbatch: Microbatch within ``batch``; -1 for the update operations.
         version: Weight version that is read (forward, backward), or written (complete update); -1 where none is.
     """
@@ -126,9 +129,10 @@ class TwoBufferedWeights(Schedule):
     i = 0 ... m-1, a forward (of batch k while there are any, afterwards of batch k+1) and the backward of microbatch i
     of batch k. Batch k reads x_{max(k-1, 0)} on every stage, forward and backward.
 
-    The update k-1 is completed as late as its result allows: before the first forward of batch k+1, or, on a stage
-    that prefetches none, before the update k begins. That leaves the small all-gather of the gradient norm almost a
-    whole step of time.
+    The gradients of batch k-1 leave the accumulation buffer just before the first backward of batch k accumulates
+    there; their reduction over data-parallel replicas has the time of the forward in between. The update k-1 is
+    completed as late as its result allows: before the first forward of batch k+1, or, on a stage that prefetches none,
+    before the update k begins. That leaves the small all-gather of the gradient norm almost a whole step of time.
 
     Receives are posted one use ahead. At the end of a step, only those are outstanding whose messages are sent within
     the same step, so that a training loop that stops between two steps leaves nothing behind.
@@ -166,6 +170,7 @@ class TwoBufferedWeights(Schedule):
         forwards = self._forwards(step)
         incoming = _Incoming(self._inputs(step, forwards), self.warmup_factor if step.filled else 0)
         pending = step.pending_update
+        accumulated = pending
 
         def forward(batch: int, microbatch: int) -> Iterator[Action]:
             if not self.is_first:
@@ -188,6 +193,9 @@ class TwoBufferedWeights(Schedule):
                     yield self._complete(pending)
                     pending = None
                 yield from forward(*following)
+            if accumulated is not None:
+                yield Action(Op.TAKE_GRADIENTS, accumulated)
+                accumulated = None
             yield Action(Op.BACKWARD, step.batch, i, self.version_read(step.batch))
             if not self.is_first:
                 yield Action(Op.SEND_GRADIENT, step.batch, i)

@@ -12,8 +12,11 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_pg_size
 
+from megatron_async.observe.trace import NO_TRACE, Trace
 from megatron_async.optimizer.deferred_step import DeferredStep, UpdateResult
-from megatron_async.optimizer.masters import find_masters
+from megatron_async.optimizer.gradients import Gradients
+from megatron_async.optimizer.masters import covered_parameters, find_masters
+from megatron_async.optimizer.parameter_gather import ParameterGather, make_second_version
 from megatron_async.pipeline.communication import StageCommunicator
 from megatron_async.pipeline.executor import BatchContext, PipelineExecutor
 from megatron_async.pipeline.plan import Action, make_schedule
@@ -29,12 +32,14 @@ class PipelineOptions:
         warmup_factor: See ``--async-warmup-factor``.
         ef_coefficient: c of the error feedback, 0 for none.
         timeout: Timeout of the process groups made here; None for PyTorch's default.
+        per_token: Whether gradients are divided by the tokens of the batch (``--calculate-per-token-loss``).
     """
 
     schedule: str = "2bw-async"
     warmup_factor: int = 1
     ef_coefficient: float = 0.0
     timeout: timedelta | None = None
+    per_token: bool = False
 
 
 class AsyncPipeline:
@@ -42,7 +47,8 @@ class AsyncPipeline:
 
     :meth:`forward_backward` has the signature of megatron-core's schedule functions and :meth:`step` that of an
     optimizer's ``step``, so that a training loop calls them as it calls Megatron's. Weights are read when this object
-    is made: load a checkpoint before.
+    is made: load a checkpoint before. The model's ``zero_grad_buffer()``, which a training loop calls before each step,
+    does nothing from then on: the pipeline empties the accumulation buffers when their gradients have been taken.
 
     Args:
         model: The DDP-wrapped model of this stage.
@@ -50,6 +56,7 @@ class AsyncPipeline:
         pg_collection: Megatron's process groups; ``pp``, ``tp``, ``cp``, ``embd`` and ``dp_cp`` are used.
         options: How to run.
         observer: Called with every executed action and the weight version bound after it.
+        trace: Where the times of all actions go.
 
     Raises:
         TypeError: If the optimizer's masters have a form that is not supported.
@@ -64,6 +71,7 @@ class AsyncPipeline:
         pg_collection: Any,
         options: PipelineOptions,
         observer: Callable[[Action, int], None] | None = None,
+        trace: Trace = NO_TRACE,
     ) -> None:
         self.model = model
         self.options = options
@@ -71,23 +79,32 @@ class AsyncPipeline:
         self.config = get_model_config(model)
         pp_group = pg_collection.pp
         self.schedule = make_schedule(options.schedule, pp_group.size(), pp_group.rank(), options.warmup_factor)
+        parameters = _trainable_parameters(model, optimizer)
         masters = find_masters(optimizer)
-        _check_complete(model, masters)
-        self.versions = WeightVersions([m.parameter for m in masters])
-        self.communicator = StageCommunicator(
-            pp_group, self.config.pipeline_dtype, masters[0].parameter.device, options.timeout
+        copies = make_second_version(model, parameters)
+        self.versions = WeightVersions(
+            parameters, second=copies.tensors, flat=(copies.current, copies.second), trace=trace
         )
+        self.communicator = StageCommunicator(
+            pp_group, self.config.pipeline_dtype, parameters[0].device, options.timeout
+        )
+        gradients = Gradients(model, self._finalize_gradients, masters)
+        model.zero_grad_buffer = _do_nothing
         tied_weight, tied_group = _find_tied_weight(model, pg_collection)
+        everyone = dist.group.WORLD if gradients.has_peers else optimizer.get_grad_stats_parallel_group()
+        assert everyone is not None
         self.updates = DeferredStep(
             optimizer=optimizer,
             masters=masters,
             versions=self.versions,
-            gradient_buffers=[*model.buffers, *model.expert_parallel_buffers],
-            finalize=self._finalize_gradients,
+            gradients=gradients,
+            parameter_gather=ParameterGather(model) if copies.second else None,
+            everyone=everyone,
             tied_weight=tied_weight,
             tied_group=tied_group,
             ef_coefficient=options.ef_coefficient,
             timeout=options.timeout,
+            trace=trace,
         )
         self.executor = PipelineExecutor(
             model=model,
@@ -97,7 +114,9 @@ class AsyncPipeline:
             communicator=self.communicator,
             updates=self.updates,
             observer=observer,
+            trace=trace,
         )
+        self.trace = trace
 
     def forward_backward(
         self,
@@ -141,7 +160,11 @@ class AsyncPipeline:
 
     def step(self) -> None:
         """Begin the update of the batch whose backwards have just run."""
-        self.updates.begin()
+        tokens = self.executor.tokens
+        if self.options.per_token and tokens is not None and self.pg_collection.tp.rank() != 0:
+            tokens = None  # tensor-parallel peers have the same tokens: one of them counts
+        self.updates.begin(per_token=self.options.per_token, tokens=tokens if self.options.per_token else None)
+        self.trace.next_step()
 
     def complete(self) -> UpdateResult | None:
         """Complete the pending update, if there is one. Changes no number, only when the waiting happens."""
@@ -157,6 +180,8 @@ class AsyncPipeline:
         self.executor.discard_prefetched()
         self.communicator.close()
         self.updates.close()
+        # The class's own method comes back into sight.
+        del self.model.zero_grad_buffer
 
     def _finalize_gradients(self) -> None:
         """Megatron's own finalization, less the reduction of tied weights across stages, which would block."""
@@ -173,13 +198,19 @@ class _Alone:
         return 1
 
 
-def _check_complete(model: torch.nn.Module, masters: list[Any]) -> None:
-    known = {id(m.parameter) for m in masters}
-    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+def _do_nothing() -> None:
+    """Stands for the model's ``zero_grad_buffer``."""
+
+
+def _trainable_parameters(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.Parameter]:
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    covered = covered_parameters(optimizer)
+    missing = [name for name, p in trainable.items() if p not in covered]
     if missing:
         raise ValueError(f"no optimizer updates {missing[0]} and {len(missing) - 1} other trainable parameter(s)")
-    if not masters:
+    if not trainable:
         raise ValueError("a pipeline stage without trainable parameters is not supported by 2bw-async")
+    return list(trainable.values())
 
 
 def _find_tied_weight(

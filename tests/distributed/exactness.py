@@ -6,7 +6,7 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ def oracle_records(case: Case) -> list[Record]:
         ef_coefficient=case.ef,
         lr=lambda batch: learning_rate(case.optimizer, batch),
         dtype=getattr(torch, case.dtype),
+        replicas=case.replicas,
+        per_token=case.per_token,
         fault=case.fault,  # type: ignore[arg-type]
         **case.optimizer_settings,
     )
@@ -40,7 +42,8 @@ def oracle_records(case: Case) -> list[Record]:
         # One rounding, as the pipeline adds the stages' norms; Megatron's all-reduce leaves the order to the backend.
         sum_across_stages=lambda squares: torch.tensor(math.fsum(s.item() for s in squares), dtype=torch.float64),
     )
-    return [oracle.step([case.microbatch(k, i) for i in range(case.microbatches)]) for k in range(case.updates)]
+    count = case.microbatches * case.replicas
+    return [oracle.step([case.microbatch(k, i) for i in range(count)]) for k in range(case.updates)]
 
 
 class PipelineStage(MegatronModule):
@@ -78,6 +81,7 @@ def build_pipeline(case: Case) -> tuple[AsyncPipeline, Any]:
         deallocate_pipeline_outputs=True,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
+        calculate_per_token_loss=case.per_token,
     )
     stage = build_stages(case.spec, case.stages)[rank].to(dtype)
     stage.mark_parameters()
@@ -87,7 +91,9 @@ def build_pipeline(case: Case) -> tuple[AsyncPipeline, Any]:
         groups.dp = groups.dp_cp = groups.expt_dp = groups.tp
     model = DistributedDataParallel(
         config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=case.sharded, overlap_grad_reduce=case.hooks
+        ),
         PipelineStage(config, stage),
         pg_collection=groups,
     )
@@ -96,13 +102,14 @@ def build_pipeline(case: Case) -> tuple[AsyncPipeline, Any]:
             lr=learning_rate(case.optimizer, 0),
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
+            use_distributed_optimizer=case.sharded,
             **case.optimizer_settings,
         ),
         [model],
     )
     for group in optimizer.param_groups:
         group["weight_decay"] *= group.get("wd_mult", 1.0)  # as Megatron's scheduler does
-    options = PipelineOptions(warmup_factor=case.warmup_factor, ef_coefficient=case.ef)
+    options = PipelineOptions(warmup_factor=case.warmup_factor, ef_coefficient=case.ef, per_token=case.per_token)
     return AsyncPipeline(model=model, optimizer=optimizer, pg_collection=groups, options=options), optimizer
 
 
@@ -111,9 +118,20 @@ def loss_function(targets: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Te
     return loss, {"loss": loss.detach().clone()}
 
 
-def forward_step(data: Iterator[Any], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-    tokens, targets = next(data)
-    return model(tokens), functools.partial(loss_function, targets)
+def loss_per_token(targets: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    loss = cross_entropy(logits, targets)
+    tokens = torch.tensor(targets.numel(), dtype=torch.int)
+    return loss * targets.numel(), tokens, {"loss": loss.detach().clone()}
+
+
+def forward_step_of(case: Case) -> Callable[..., Any]:
+    loss = loss_per_token if case.per_token else loss_function
+
+    def forward_step(data: Iterator[Any], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        tokens, targets = next(data)
+        return model(tokens), functools.partial(loss, targets)
+
+    return forward_step
 
 
 Labelled = list[tuple[str, torch.Tensor]]
@@ -166,59 +184,101 @@ class StageRecords:
         labelled = [expected(record, stage) for record in records]
         return cls([pack(tensors) for tensors in labelled], [layout(tensors) for tensors in labelled])
 
-    def losses(self, update: int) -> torch.Tensor:
-        (_, norm), (_, losses), *_ = self.layouts[update]
-        return self.data[update][norm : norm + losses]
+    def read(self, update: int, label: str, dtype: torch.dtype) -> torch.Tensor:
+        """One of the oracle's tensors, flat."""
+        start = 0
+        for found, size in self.layouts[update]:
+            if found == label:
+                return self.data[update][start : start + size].clone().view(dtype)
+            start += size
+        raise KeyError(label)
 
     def differences(self, update: int, found: Labelled) -> list[str]:
         """Labels of what differs from the oracle in any byte."""
-        if layout(found) != self.layouts[update]:
-            return ["what there is to compare"]
-        ours, oracles = pack(found), self.data[update]
-        if torch.equal(ours, oracles):
-            return []
-        sizes = [size for _, size in self.layouts[update]]
-        pairs = zip(self.layouts[update], ours.split(sizes), oracles.split(sizes), strict=True)
-        return [label for (label, _), mine, other in pairs if not torch.equal(mine, other)]
+        if layout(found) == self.layouts[update]:
+            ours, oracles = pack(found), self.data[update]
+            if torch.equal(ours, oracles):
+                return []
+            sizes = [size for _, size in self.layouts[update]]
+            pairs = zip(self.layouts[update], ours.split(sizes), oracles.split(sizes), strict=True)
+            return [label for (label, _), mine, other in pairs if not torch.equal(mine, other)]
+        return ["what there is to compare"]
 
 
 class Comparison:
     """Compares every update of the pipeline with the oracle's, byte for byte."""
 
-    def __init__(self, pipeline: AsyncPipeline, records: StageRecords) -> None:
+    def __init__(self, case: Case, pipeline: AsyncPipeline, records: StageRecords) -> None:
+        self.case = case
         self.pipeline = pipeline
         self.records = records
         self.differences: list[str] = []
         self.compared = 0
         names = {id(p): n for n, p in pipeline.model.module.stage.named_parameters()}
-        masters = pipeline.updates.masters
-        self.order = sorted(range(len(masters)), key=lambda i: names[id(masters[i].parameter)])
-        self.names = [names[id(m.parameter)] for m in masters]
+        self.masters = {id(m.parameter): m for m in pipeline.updates.masters}
+        self.parameters = sorted(
+            ((names[id(p)], i, p) for i, p in enumerate(pipeline.versions.parameters)), key=lambda entry: entry[0]
+        )
         self.losses: dict[int, torch.Tensor] = {}
 
     def __call__(self, result: Any) -> None:
-        update = result.update
-        updates, versions = self.pipeline.updates, self.pipeline.versions
-        # Only the last stage has losses; the others stand in with the oracle's.
-        losses = self.losses.pop(update, None)
-        if losses is None:
-            losses = self.records.losses(update)
-        counts = not result.skipped
-        norm = torch.tensor(result.grad_norm, dtype=torch.float64)
-        found: Labelled = [("norm", zero_unless(counts, norm)), ("losses", zero_unless(counts, losses))]
-        for i in self.order:
-            name, master = self.names[i], updates.masters[i]
+        update, counts = result.update, not result.skipped
+        versions = self.pipeline.versions
+        found: Labelled = [("norm", self._norm(result)), ("losses", self._losses(update, counts))]
+        for name, i, parameter in self.parameters:
+            gradient, master, state = self._optimizer_side(update, name, parameter)
             found += [
-                (f"{name} gradient", zero_unless(counts, updates._gradients.of(master.parameter))),
+                (f"{name} gradient", zero_unless(counts, gradient)),
                 (f"{name} newest", versions.tensors(update + 1)[i]),
                 (f"{name} older", versions.tensors(update)[i]),
-                (f"{name} master", master.weight),
+                (f"{name} master", master),
             ]
-            state = self._state(master.optimized)
             found += [(f"{name} {key}", state[key]) for key in sorted(state)]
         stage = self.pipeline.schedule.stage
         self.differences += [f"update {update}, stage {stage}: {d}" for d in self.records.differences(update, found)]
         self.compared += 1
+
+    def _norm(self, result: Any) -> torch.Tensor:
+        norm = zero_unless(not result.skipped, torch.tensor(result.grad_norm, dtype=torch.float64))
+        oracles = self.records.read(result.update, "norm", torch.float64)
+        if not self.case.norm_is_exact and torch.allclose(norm, oracles, rtol=1e-6, atol=0.0):
+            return oracles
+        return norm
+
+    def _losses(self, update: int, counts: bool) -> torch.Tensor:
+        """All losses of the batch; those of other ranks are the oracle's."""
+        losses = self.records.read(update, "losses", torch.float32)
+        own = self.losses.pop(update, None)
+        if own is not None:
+            first = self.case.microbatches * own_replica(self.case)
+            losses[first : first + self.case.microbatches] = own
+        return zero_unless(counts, losses)
+
+    def _optimizer_side(
+        self, update: int, name: str, parameter: torch.nn.Parameter
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Gradient, master and optimizer state; what other ranks hold of a sharded one is the oracle's."""
+        master = self.masters.get(id(parameter))
+        if master is not None and master.shard is None:
+            gradient = self.pipeline.updates.gradients.of(parameter)
+            assert gradient is not None
+            return gradient, master.weight, self._state(master.optimized)
+
+        def whole(key: str, own: torch.Tensor | None) -> torch.Tensor:
+            values = self.records.read(update, f"{name} {key}", torch.float32)
+            if own is not None and own.dim() == 0:
+                return own
+            if own is not None:
+                assert master is not None
+                master.part_of(values).copy_(own)
+            return values
+
+        state = {} if master is None else self._state(master.optimized)
+        keys = [label.removeprefix(f"{name} ") for label, _ in self.records.layouts[update]]
+        keys = [key for key in keys if key in ("exp_avg", "exp_avg_sq", "step")]
+        gradient = None if master is None else self.pipeline.updates.gradients.of(parameter)
+        weight = None if master is None else master.weight
+        return whole("gradient", gradient), whole("master", weight), {key: whole(key, state.get(key)) for key in keys}
 
     def _state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         for base in self.pipeline.updates.optimizer.chained_optimizers:
@@ -231,9 +291,15 @@ class Comparison:
             self.losses[batch] = torch.stack([entry["loss"].float() for entry in losses])
 
 
+def own_replica(case: Case) -> int:
+    """Which replica's data this rank trains on."""
+    return int(parallel_state.get_data_parallel_rank()) if case.replicas > 1 else 0
+
+
 def live_bytes() -> int:
     """Bytes of all tensors that are alive in this process, each storage once."""
-    gc.collect()
+    while gc.collect():  # what a cycle held may itself be in a cycle
+        pass
     storages = {}
     for found in gc.get_objects():
         if type(found) in (torch.Tensor, torch.nn.Parameter):
@@ -242,24 +308,56 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def run_case(case: Case, records: StageRecords) -> tuple[list[str], int, int]:
-    """Train all batches of the case.
+def bytes_of_the_table(pipeline: AsyncPipeline) -> int:
+    """What the contract allows on this rank, in bytes: its memory table, with Megatron's padding."""
+    elements = sum(buffer.numel for buffer in pipeline.model.buffers)
+    masters = pipeline.updates.masters
+    own = sum(m.weight.numel() for m in masters)
+    weight = pipeline.versions.parameters[0].element_size()
+    waiting = sum(kept.numel() for _, kept in pipeline.updates.gradients._copies)
+    replicas = pipeline.model.buffers[0].data_parallel_world_size if masters[0].shard is not None else 1
+    assert waiting == elements // replicas
+    state = sum(
+        value.numel() * value.element_size()
+        for base in pipeline.updates.optimizer.chained_optimizers
+        for values in base.optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, torch.Tensor)
+    )
+    moments = 8 * own
+    assert state <= moments + 4 * len(masters)  # Adam's step counters
+    return 2 * weight * elements + 4 * elements + 4 * own + state + 4 * waiting
 
-    Returns:
-        The differences on this rank, the number of updates compared, and the bytes of all tensors that live between
-        two steps because of this case.
-    """
-    before = live_bytes() if case.counts_bytes else 0
+
+@dataclass(frozen=True)
+class Finding:
+    """What a case found on one rank: differences from the oracle, and bytes of tensors that live between two steps."""
+
+    case: Case
+    compared: int
+    differences: list[str]
+    persistent: int
+    table: int
+
+
+def run_case(case: Case, records: StageRecords) -> Finding:
+    """Train all batches of the case."""
+    finding, alive = train(case, records)
+    return replace(finding, persistent=alive - live_bytes()) if case.counts_bytes else finding
+
+
+def train(case: Case, records: StageRecords) -> tuple[Finding, int]:
+    """Train all batches of the case; the second value is the bytes of all tensors that are alive at the end."""
     pipeline, optimizer = build_pipeline(case)
-    comparison = Comparison(pipeline, records)
+    comparison = Comparison(case, pipeline, records)
     pipeline.updates.on_complete.append(comparison)
-    data = (case.microbatch(k, i) for k in range(case.updates) for i in range(case.microbatches))
+    first = case.microbatches * own_replica(case)
+    data = (case.microbatch(k, first + i) for k in range(case.updates) for i in range(case.microbatches))
     SABOTAGES[case.sabotage](pipeline)
     for k in range(case.updates):
-        for chunk in pipeline.model.buffers:
-            chunk.reset()
+        pipeline.model.zero_grad_buffer()
         losses = pipeline.forward_backward(
-            forward_step_func=forward_step,
+            forward_step_func=forward_step_of(case),
             data_iterator=data,
             num_microbatches=case.microbatches,
             next_num_microbatches=case.microbatches if k + 1 < case.updates else None,
@@ -274,9 +372,11 @@ def run_case(case: Case, records: StageRecords) -> tuple[list[str], int, int]:
         if case.complete_early and k % 3 == 0:
             pipeline.bind_newest()
     pipeline.complete()
-    persistent = live_bytes() - before if case.counts_bytes else 0
+    # Closed first: the threads of a process group hold the tensors of its last operation for a moment longer.
     pipeline.close()
-    return comparison.differences, comparison.compared, persistent
+    finding = Finding(case, comparison.compared, comparison.differences, 0, bytes_of_the_table(pipeline))
+    pipeline.model.module.input_tensor = None  # the last activation: Megatron's models keep it until the next
+    return finding, live_bytes() if case.counts_bytes else 0
 
 
 def _no_rebinding(pipeline: AsyncPipeline) -> None:
@@ -297,10 +397,10 @@ def _write_into_live_buffer(pipeline: AsyncPipeline) -> None:
     versions = pipeline.versions
     end_write = versions.end_write
 
-    def overwrite(version: int) -> None:
+    def overwrite(version: int, arriving: Any = ()) -> None:
         for target, source in zip(versions.tensors(version - 1), versions.tensors(version - 2), strict=True):
             target.copy_(source)
-        end_write(version)
+        end_write(version, arriving)
 
     versions.end_write = overwrite  # type: ignore[method-assign]
 
@@ -327,6 +427,38 @@ def _one_version_too_new(pipeline: AsyncPipeline) -> None:
     pipeline.schedule.version_read = lambda batch: pipeline.versions.newest  # type: ignore[method-assign]
 
 
+def _not_reduced(pipeline: AsyncPipeline) -> None:
+    """The copy is made of what this replica alone has accumulated."""
+    gradients = pipeline.updates.gradients
+    take = gradients.take
+
+    def too_early() -> None:
+        local = [source * 0.5 for source, _ in gradients._copies]
+        take()
+        for (_, kept), source in zip(gradients._copies, local, strict=True):
+            kept.copy_(source)
+
+    gradients.start_reduction = lambda: None  # type: ignore[method-assign]
+    gradients.is_reduced = lambda: True  # type: ignore[method-assign]
+    gradients.take = too_early  # type: ignore[method-assign]
+
+
+def _not_gathered(pipeline: AsyncPipeline) -> None:
+    """Every replica computes with the shard that it has stepped and with old weights elsewhere."""
+    assert pipeline.updates._parameter_gather is not None
+    pipeline.updates._parameter_gather.start = lambda versions, version: []  # type: ignore[method-assign]
+
+
+def _a_token_too_many(pipeline: AsyncPipeline) -> None:
+    """The last stage counts one token that is not there."""
+    begin = pipeline.updates.begin
+
+    def miscounted(*, per_token: bool, tokens: torch.Tensor | None) -> None:
+        begin(per_token=per_token, tokens=None if tokens is None else tokens + 1)
+
+    pipeline.updates.begin = miscounted  # type: ignore[method-assign]
+
+
 SABOTAGES: dict[str | None, Callable[[AsyncPipeline], None]] = {
     None: lambda pipeline: None,
     "no rebinding before the backward": _no_rebinding,
@@ -334,4 +466,7 @@ SABOTAGES: dict[str | None, Callable[[AsyncPipeline], None]] = {
     "learning rate of the next batch": _current_learning_rate,
     "error feedback drops u_0": _first_update_without_feedback,
     "newest weights": _one_version_too_new,
+    "gradients taken before they are reduced": _not_reduced,
+    "shards are not gathered": _not_gathered,
+    "a token too many": _a_token_too_many,
 }

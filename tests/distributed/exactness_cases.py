@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,9 @@ def learning_rate(optimizer: str, batch: int) -> float:
 class Case:
     """One configuration.
 
+    ``data_parallel`` runs it on all replicas of the pipeline: with 2 of them on data of their own, with 4 on equal data
+    (the sum of 4 different gradients depends on the backend's order). ``sharded`` is the distributed optimizer,
+    ``hooks`` starts reductions inside the last backward. ``per_token`` divides by the number of tokens at the end.
     ``poisoned`` is a batch whose loss is not a number, so that its update is skipped. ``fault`` makes the oracle wrong,
     ``sabotage`` the pipeline: negative controls.
     """
@@ -40,6 +44,9 @@ class Case:
     updates: int = UPDATES
     complete_early: bool = False
     data_parallel: bool = False
+    sharded: bool = False
+    hooks: bool = False
+    per_token: bool = False
     poisoned: int | None = None
     fault: str | None = None
     sabotage: str | None = None
@@ -56,6 +63,9 @@ class Case:
             ["tied"] * self.tied
             + ["early"] * self.complete_early
             + ["dp"] * self.data_parallel
+            + ["sharded"] * self.sharded
+            + ["hooks"] * self.hooks
+            + ["per-token"] * self.per_token
             + ["unclipped"] * (self.clip == 0)
             + [f"poisoned{self.poisoned}"] * (self.poisoned is not None)
         )
@@ -84,18 +94,27 @@ class Case:
     @property
     def counts_bytes(self) -> bool:
         """Whether the tensors that it keeps alive are counted, which takes a look at every object of the process."""
-        alone = Case(stages=self.stages, microbatches=2 * self.stages + 1, optimizer=self.optimizer)
-        return self in (replace(alone, ef=c, dtype=dtype) for c in (0.0, 1.0) for dtype in ("float32", "bfloat16"))
+        return self in byte_cases()
+
+    @property
+    def replicas(self) -> int:
+        """Replicas of the pipeline that have data of their own."""
+        return 2 if self.data_parallel and self.stages == 2 else 1
+
+    @property
+    def norm_is_exact(self) -> bool:
+        """Whether the norm has the oracle's bytes: shards and late scaling round in other places."""
+        return not (self.sharded or self.per_token)
 
     def microbatch(self, batch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and targets, (S, B)."""
+        """Tokens and targets, (S, B); those of the second replica come after the first's."""
         tokens, targets = make_microbatch(self.spec, batch, index)
         # No target that counts: the mean of nothing.
         return tokens, torch.full_like(targets, -100) if (batch, index) == (self.poisoned, 0) else targets
 
     def oracle_key(self) -> Case:
         """The part of the case that the oracle's records depend on."""
-        return replace(self, warmup_factor=1, sabotage=None, complete_early=False, data_parallel=False)
+        return replace(self, warmup_factor=1, sabotage=None, complete_early=False, sharded=False, hooks=False)
 
 
 OPTIMIZERS = ("adam", "sgd", "muon")
@@ -111,6 +130,26 @@ def layouts() -> list[tuple[int, int, int]]:
         for factor in (1, 2)
         if m >= factor * (p - 1) + 1 and not (p == 1 and factor == 2)
     ]
+
+
+@functools.cache
+def byte_cases() -> frozenset[Case]:
+    """Equal cases whose bytes are counted."""
+    kinds = ({"dtype": "float32"}, {"dtype": "bfloat16"})
+    alone = [
+        {"stages": p, "microbatches": 2 * p + 1, "optimizer": optimizer, "ef": c, **kind}
+        for p in (1, 2, 4)
+        for optimizer in OPTIMIZERS
+        for c in (0.0, 1.0)
+        for kind in kinds
+    ]
+    # fp32 shards of Megatron's distributed optimizer are views with a history, which keep a dead model alive: their
+    # bytes cannot be told from the last case's.
+    replicated = [{**SHARDED, "stages": 2, "optimizer": "adam", "ef": c, "dtype": "bfloat16"} for c in (0.0, 1.0)]
+    return frozenset(Case(**case) for case in [*alone, *replicated])
+
+
+SHARDED = {"microbatches": 3, "data_parallel": True, "sharded": True, "clip": 0.0}
 
 
 def equal_cases() -> list[dict[str, Any]]:
@@ -136,12 +175,33 @@ def equal_cases() -> list[dict[str, Any]]:
         for c in (0.0, 1.0)
     ]
     cases.append({"stages": 4, "microbatches": 5, "optimizer": "muon", "ef": 1.0, "tied": True, "dtype": "bfloat16"})
-    # data parallelism over equal data: the average of equal gradients is exact
+    # data parallelism: the sum of two gradients is exact in any order, as is the average of equal ones
     cases += [
         {"stages": p, "microbatches": 3, "optimizer": optimizer, "ef": 1.0, "data_parallel": True}
         for p in (1, 2)
         for optimizer in ("adam", "muon")
     ]
+    cases += [
+        {"stages": p, "microbatches": 3, "optimizer": optimizer, "ef": 1.0, "data_parallel": True, "hooks": True}
+        for p, optimizer in ((1, "adam"), (2, "muon"))
+    ]
+    # the distributed optimizer: every replica steps a shard; its norm is another sum, hence no clipping
+    cases += [
+        {**SHARDED, "stages": p, "optimizer": "adam", "ef": c, "dtype": dtype}
+        for p, c, dtype in (
+            (1, 1.0, "float32"),
+            *((2, c, dtype) for c in (0.0, 1.0) for dtype in ("float32", "bfloat16")),
+        )
+    ]
+    cases.append({**SHARDED, "stages": 2, "optimizer": "adam", "ef": 1.0, "hooks": True, "dtype": "bfloat16"})
+    cases.append({**SHARDED, "stages": 2, "optimizer": "adam", "ef": 0.35, "tied": True, "complete_early": True})
+    cases.append({**SHARDED, "stages": 2, "optimizer": "adam", "ef": 1.0, "poisoned": 5})
+    # gradients divided by the number of tokens, which every stage learns late
+    cases += [
+        {"stages": p, "microbatches": p + 1, "optimizer": "adam", "ef": c, "clip": 0.0, "per_token": True}
+        for p, c in ((1, 0.0), (2, 1.0), (4, 1.0))
+    ]
+    cases.append({**SHARDED, "stages": 2, "optimizer": "adam", "ef": 1.0, "per_token": True})
     # a gradient that is not finite: the update is skipped on every stage, and error feedback adds nothing
     cases += [
         {"stages": p, "microbatches": p + 1, "optimizer": optimizer, "ef": c, "poisoned": batch}
@@ -178,5 +238,8 @@ def unequal_cases() -> list[dict[str, Any]]:
         {**base, "sabotage": "learning rate of the next batch"},
         {**base, "sabotage": "error feedback drops u_0"},
         {**base, "stages": 1, "complete_early": True, "sabotage": "newest weights"},
+        {**base, "data_parallel": True, "sabotage": "gradients taken before they are reduced"},
+        {**base, "data_parallel": True, "sharded": True, "clip": 0.0, "sabotage": "shards are not gathered"},
+        {**base, "clip": 0.0, "per_token": True, "sabotage": "a token too many"},
     ]
     return cases

@@ -43,7 +43,7 @@ def main(folder: Path) -> None:
     join(folder / "oracle", rank)
     from megatron.core import parallel_state
 
-    from tests.distributed.exactness import StageRecords, oracle_records, run_case
+    from tests.distributed.exactness import Finding, StageRecords, oracle_records, run_case
 
     cases = [Case(**settings) for settings in [*equal_cases(), *unequal_cases()]]
     # The ranks share the oracle's work, then read each other's records.
@@ -65,16 +65,19 @@ def main(folder: Path) -> None:
             case = together[replica]
             stage = parallel_state.get_pipeline_model_parallel_rank()
             name = f"{keys.index(case.oracle_key())}-{stage}.pt"
-            differences, compared, persistent = run_case(case, torch.load(folder / name, weights_only=False))
-            findings: list[tuple[Case, int, list[str], int] | None] = [None] * RANKS
-            dist.all_gather_object(findings, (case, compared, differences, persistent))
-            for found, updates, what, size in filter(None, findings):
+            finding = run_case(case, torch.load(folder / name, weights_only=False))
+            findings: list[Finding | None] = [None] * RANKS
+            dist.all_gather_object(findings, finding)
+            for found in filter(None, findings):
                 entry = results.setdefault(
-                    found.name, {"compared": updates, "expected": found.updates, "differences": [], "bytes": []}
+                    found.case.name,
+                    {"compared": found.compared, "expected": found.case.updates}
+                    | {"differences": [], "bytes": [], "table": []},
                 )
-                entry["compared"] = min(entry["compared"], updates)
-                entry["differences"] += what[:3]
-                entry["bytes"].append(size)
+                entry["compared"] = min(entry["compared"], found.compared)
+                entry["differences"] += found.differences[:3]
+                entry["bytes"].append(found.persistent)
+                entry["table"].append(found.table)
         parallel_state.destroy_model_parallel()
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(results))

@@ -79,7 +79,28 @@ def on_two_stages(folder: str) -> dict[str, list[str]]:
         "1f1b": run(DROPOUT, MUON, TEN, two, evaluate=4),
         "1f1b tied adam bf16": run(DROPOUT, ADAM, TEN, two, ["--bf16"], evaluate=4),
         "terminated in 4": run(NO_DROPOUT, *base, ["--exit-signal-handler"]),
+        "out of time": run(NO_DROPOUT, *base, ["--exit-duration-in-mins", "1"]),
+        "per token": run(NO_DROPOUT, *base, ["--calculate-per-token-loss"]),
         "exits at 6": run(NO_DROPOUT, *base, ["--exit-interval", "6"]),
+    }
+
+
+def on_two_replicas(folder: str) -> dict[str, list[str]]:
+    """Two stages, two data-parallel replicas; clipped."""
+    weights = ["--load", f"{folder}/untied", "--finetune", *UNTIED]
+    base = (NO_DROPOUT, ADAM, ASYNC, FEEDBACK, TEN, weights, ["--pipeline-model-parallel-size", "2"])
+    batch = ["--global-batch-size", "8", "--clip-grad", "0.5"]
+    sharded = ["--use-distributed-optimizer"]
+    overlaps = ["--overlap-grad-reduce", "--overlap-param-gather"]
+    return {
+        "replicas": run(*base, batch),
+        "replicas, evaluated": run(*base, batch, log=5, evaluate=3),
+        "replicas, hooks": run(*base, batch, overlaps[:1]),
+        "replicas, sharded": run(*base, batch, sharded),
+        "replicas, sharded, overlaps": run(*base, batch, sharded, overlaps, log=5, evaluate=4),
+        "replicas, sharded, bf16": run(*base, batch, sharded, overlaps, ["--bf16"]),
+        "replicas, bf16": run(*base, batch, ["--bf16"]),
+        "one replica": run(*base[:-1], batch, ["--pipeline-model-parallel-size", "4"]),
     }
 
 
@@ -93,4 +114,4 @@ def runs_of(name: str, folder: str) -> dict[str, list[str]]:
         return {**make_checkpoints(folder), **everywhere(folder, 1)}
     if name == "pp2":
         return {**everywhere(folder, 2), **warmup_factor_two(folder, 2), **on_two_stages(folder)}
-    return {**everywhere(folder, 4), **warmup_factor_two(folder, 4)}
+    return {**everywhere(folder, 4), **warmup_factor_two(folder, 4), **on_two_replicas(folder)}

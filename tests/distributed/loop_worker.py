@@ -100,6 +100,9 @@ def execute(arguments: list[str], *, plugin: bool) -> dict[str, Any]:
     install = megatron_async.install
     if not plugin:
         megatron_async.install = lambda: None  # type: ignore[assignment, return-value]
+    started = training._TRAIN_START_TIME
+    if "--exit-duration-in-mins" in arguments:
+        training._TRAIN_START_TIME -= 3600  # as if it had begun an hour ago
     script = ROOT / "scripts" / "pretrain_gpt.py"
     sys.argv = [str(script), *arguments]
     status = 0
@@ -109,6 +112,7 @@ def execute(arguments: list[str], *, plugin: bool) -> dict[str, Any]:
         status = int(ended.code or 0)
     finally:
         megatron_async.install = install
+        training._TRAIN_START_TIME = started
         pipeline = current_session() and current_session().pipeline
         if pipeline:
             pipeline.close()

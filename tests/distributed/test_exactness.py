@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.exactness_cases import Case, equal_cases, unequal_cases
+from tests.distributed.exactness_cases import Case, byte_cases, equal_cases, unequal_cases
 from tests.distributed.ranks import run_cases
 
 EQUAL = [Case(**case).name for case in equal_cases()]
@@ -53,3 +53,12 @@ def test_error_feedback_keeps_no_byte(findings: dict[str, Any], stages: int, opt
     without, feedback = (sorted(findings[name]["bytes"]) for name in names)
     assert feedback == without
     assert min(without) > 0
+
+
+@pytest.mark.parametrize("name", sorted(case.name for case in byte_cases()))
+def test_memory_is_that_of_the_table(findings: dict[str, Any], name: str) -> None:
+    """Every tensor that is alive between two steps, on every rank: less than 64 bytes more than the table allows."""
+    found = findings[name]
+    for counted, allowed in zip(found["bytes"], found["table"], strict=True):
+        assert allowed > 10_000
+        assert 0 <= counted - allowed < 64

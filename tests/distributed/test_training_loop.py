@@ -98,13 +98,63 @@ def test_the_trajectory_does_not_change(launches: dict[str, Runs], changed: str,
     assert weights(runs, changed) == weights(runs, plain)
 
 
+def test_gradients_per_token(launches: dict[str, Runs]) -> None:
+    """All tokens count and all batches are equal: the mean per token is the mean per microbatch, rounded elsewhere."""
+    runs = launches["pp2"]
+    assert losses(runs, "per token")[:2] == pytest.approx(losses(runs, "plain")[:2], rel=1e-6)
+    assert losses(runs, "per token") == pytest.approx(losses(runs, "plain"), rel=2e-3)
+    norms = [[entry["norm"] for entry in runs[name][-1]["iterations"]] for name in ("per token", "plain")]
+    assert norms[0] == pytest.approx(norms[1], rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "plain"),
+    [
+        ("replicas, evaluated", "replicas"),
+        ("replicas, hooks", "replicas"),
+        ("replicas, sharded, overlaps", "replicas, sharded"),
+    ],
+)
+def test_overlaps_change_no_number(launches: dict[str, Runs], changed: str, plain: str) -> None:
+    runs = launches["pp4"]
+    assert losses(runs, changed) == losses(runs, plain)
+    assert weights(runs, changed) == weights(runs, plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "reference", "bound"),
+    [
+        ("replicas", "one replica", 2e-3),
+        ("replicas, sharded", "replicas", 2e-3),
+        ("replicas, sharded, bf16", "replicas, bf16", 5e-3),
+    ],
+)
+def test_replicas_train_as_one(launches: dict[str, Runs], name: str, reference: str, bound: float) -> None:
+    """The same batches, clipped, with sums in another order."""
+    runs = launches["pp4"]
+    assert losses(runs, name) == pytest.approx(losses(runs, reference), rel=bound)
+    norms = [[entry["norm"] for entry in runs[run][-1]["iterations"]] for run in (name, reference)]
+    assert norms[0][:2] == pytest.approx(norms[1][:2], rel=1e-5 if "bf16" not in name else 1e-2)
+
+
+@pytest.mark.parametrize("name", ["replicas", "replicas, sharded", "replicas, sharded, bf16"])
+def test_replicas_hold_equal_weights(launches: dict[str, Runs], name: str) -> None:
+    """Ranks are ordered with the replicas of a stage side by side."""
+    digests = weights(launches["pp4"], name)
+    assert digests[0] == digests[1] != digests[2] == digests[3]
+
+
 def test_dropout_is_on(launches: dict[str, Runs]) -> None:
     assert losses(launches["pp2"], "dropout") != losses(launches["pp2"], "plain")
 
 
-@pytest.mark.parametrize(("name", "iterations"), [("exits at 6", 6), ("terminated in 4", 4)])
+@pytest.mark.parametrize(
+    ("name", "iterations"),
+    # A signal or a time-out travels with the next update that begins, and is known to all ranks when it is complete.
+    [("exits at 6", 6), ("terminated in 4", 5), ("out of time", 1)],
+)
 def test_an_exit_is_a_prefix_of_the_run(launches: dict[str, Runs], name: str, iterations: int) -> None:
-    """Planned, and by a signal while forwards of the next batch have already run."""
+    """Planned, by a signal, and by a time limit, while forwards of the next batch have already run."""
     runs = launches["pp2"]
     assert losses(runs, name) == losses(runs, "plain")[:iterations]
 

@@ -61,6 +61,9 @@ class OracleConfig:
         lr: Learning rate of batch k: a constant, a sequence indexed by k, or a function of k.
         clip_grad: Limit of the global gradient norm; 0 is off.
         dtype: Model dtype, torch.float32 or torch.bfloat16; masters are always fp32.
+        replicas: Data-parallel replicas d. A batch then has the microbatches of replica 0 first, of replica 1 next, and
+            so on; each replica accumulates its own, divides by d, and the sum of these is the gradient.
+        per_token: Whether losses are sums over tokens and the gradient is divided by the tokens of the batch.
         fault: A deliberate error, for negative controls. "fresh_gradient" reads x_k. "stale_base" applies the
             update to x_{k-1}. "ef_drops_u0" leaves the first update uncorrected. "lr_of_next_step" is off by
             one. "backward_at_new_weights" overwrites the weights in place between forward and backward;
@@ -75,6 +78,8 @@ class OracleConfig:
     lr: float | Sequence[float] | Callable[[int], float] = 1e-2
     clip_grad: float = 0.0
     dtype: torch.dtype = torch.float32
+    replicas: int = 1
+    per_token: bool = False
     fault: Fault | None = None
 
     optimizer: OptimizerName = "adam"

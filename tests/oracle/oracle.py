@@ -165,11 +165,35 @@ class Oracle:
         )
 
     def _accumulate(self, microbatches: Sequence[Microbatch]) -> tuple[StageTensors, Tensor]:
-        count = len(microbatches)
+        replicas = self.config.replicas
+        count, rest = divmod(len(microbatches), replicas)
+        if rest:
+            raise ValueError(f"{len(microbatches)} microbatches cannot be divided among {replicas} replicas")
         results = [self._forward_backward(i, microbatch, count) for i, microbatch in enumerate(microbatches)]
         losses = torch.stack([loss for _, loss in results])
         if self.config.fault == "reordered_microbatches":
             results.reverse()
+        totals = [self._sum(results[r * count : (r + 1) * count], count) for r in range(replicas)]
+        return self._reduce(totals, microbatches), losses
+
+    def _reduce(self, totals: list[StageTensors], microbatches: Sequence[Microbatch]) -> StageTensors:
+        """The gradient of the batch from those of the replicas."""
+        if not self.config.per_token:
+            factor = 1.0 / len(totals)
+            totals = [[{n: g * factor for n, g in stage.items()} for stage in total] for total in totals]
+        reduced = totals[0]
+        for total in totals[1:]:
+            for sums, stage in zip(reduced, total, strict=True):
+                for name, gradient in stage.items():
+                    sums[name] = sums[name] + gradient
+        if self.config.per_token:
+            tokens = torch.tensor(sum(target.numel() for _, target in microbatches))
+            scale = 1.0 / tokens
+            reduced = [{n: g * scale for n, g in stage.items()} for stage in reduced]
+        return reduced
+
+    def _sum(self, results: Sequence[tuple[StageTensors, Tensor]], count: int) -> StageTensors:
+        """Accumulate the microbatches of one replica."""
         total = [{n: torch.zeros_like(z, requires_grad=False) for n, z in s.items()} for s in self._masters]
         for gradients, _ in results:
             if self.config.fault == "early_scaling":
@@ -178,7 +202,7 @@ class Oracle:
             for accumulated, stage in zip(total, gradients, strict=True):
                 for name, gradient in stage.items():
                     accumulated[name].add_(gradient)
-        return total, losses
+        return total
 
     def _forward_backward(self, index: int, microbatch: Microbatch, count: int) -> tuple[StageTensors, Tensor]:
         """Gradients (fp32) and loss of one microbatch; the graph is cut between stages, as in a pipeline."""
@@ -195,7 +219,7 @@ class Oracle:
             outputs.append(activation)
         loss = self._loss_fn(activation, target)
         own_storage = self._disturb_weights()
-        outputs[-1] = loss / count
+        outputs[-1] = loss * target.numel() if self.config.per_token else loss / count
         gradient: Tensor | None = None
         for stage_input, stage_output in zip(reversed(inputs), reversed(outputs), strict=True):
             torch.autograd.backward(stage_output, grad_tensors=gradient)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,10 @@ def megatron(**changes: Any) -> argparse.Namespace:
         "wandb_save_dir": "",
         "tensorboard_dir": None,
         "save": None,
+        "train_iters": 100,
+        "use_distributed_optimizer": False,
+        "overlap_param_gather": False,
+        "overlap_param_gather_with_optimizer_step": False,
     }
     return argparse.Namespace(**{**values, **changes})
 
@@ -107,7 +112,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "--loss-scale": {"loss_scale": 1024.0},
     "--fp8-format": {"fp8": "e4m3"},
     "--fp4-format": {"fp4": "e2m1"},
-    "--calculate-per-token-loss": {"calculate_per_token_loss": True},
     "virtual pipeline stages": {"virtual_pipeline_model_parallel_size": 2},
     "--tensor-model-parallel-size": {"tensor_model_parallel_size": 2},
     "--context-parallel-size": {"context_parallel_size": 2},
@@ -116,12 +120,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "--mtp-num-layers": {"mtp_num_layers": 1},
     "generalized tensor parallelism": {"gtp_weight_remat_size": 2},
     "--optimizer": {"optimizer": "soap"},
-    "--use-distributed-optimizer": {"use_distributed_optimizer": True},
+    "--use-distributed-optimizer": {"use_distributed_optimizer": True, "optimizer": "sgd"},
+    "--use-layer-wise-distributed-optimizer": {"use_layer_wise_distributed_optimizer": True},
+    "--num-distributed-optimizer-instances": {"num_distributed_optimizer_instances": 2},
+    "--ddp-reduce-scatter-with-fp32-accumulation": {"ddp_reduce_scatter_with_fp32_accumulation": True},
     "--use-megatron-fsdp / --use-torch-fsdp2": {"use_megatron_fsdp": True},
     "--use-precision-aware-optimizer": {"use_precision_aware_optimizer": True},
     "--optimizer-cpu-offload": {"optimizer_cpu_offload": True},
-    "--overlap-grad-reduce": {"overlap_grad_reduce": True},
-    "--overlap-param-gather": {"overlap_param_gather": True},
+    "--overlap-param-gather-with-optimizer-step": {"overlap_param_gather_with_optimizer_step": True},
     "--delay-wgrad-compute": {"delay_wgrad_compute": True},
     "--ddp-param-name-patterns-for-fp32-local-accumulation": {
         "ddp_param_name_patterns_for_fp32_local_accumulation": ["bias"]
@@ -183,3 +189,28 @@ def test_wandb_gets_the_tensorboard_folder_that_megatron_needs_for_it() -> None:
     args = megatron(wandb_project="delay", tensorboard_dir="elsewhere")
     assert adjust_arguments(args) == []
     assert args.tensorboard_dir == "elsewhere"
+
+
+def test_the_all_gather_of_parameters_is_the_pipelines_own() -> None:
+    args = megatron(overlap_param_gather=True)
+    (note,) = adjust_arguments(args)
+    assert not args.overlap_param_gather
+    assert "--overlap-param-gather" in note
+
+
+def test_trace_settings(tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    for schedule in ("1f1b", "2bw-async"):
+        parse("--pipeline-schedule", schedule, "--async-trace", str(folder)).validate(megatron())
+        assert folder.is_dir()
+    not_a_folder = tmp_path / "file"
+    not_a_folder.touch()
+    for flags, message in (
+        (["--async-trace-start", "3"], "--async-trace-start has no effect without --async-trace"),
+        (["--async-trace-steps", "3"], "--async-trace-steps has no effect without --async-trace"),
+        (["--async-trace", str(folder), "--async-trace-steps", "0"], "must be at least 1"),
+        (["--async-trace", str(folder), "--async-trace-start", "101"], "101 is beyond --train-iters 100; lower it"),
+        (["--async-trace", str(not_a_folder)], "--async-trace .* cannot be written"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            parse(*flags).validate(megatron())

@@ -43,6 +43,7 @@ class Stage:
         self.forwards: Counter[tuple[int, int]] = Counter()
         self.backwards: Counter[tuple[int, int]] = Counter()
         self.begun: set[int] = set()
+        self.taken: set[int] = set()
         self.completed: set[int] = set()
         self.most_in_flight = 0
 
@@ -61,8 +62,8 @@ class Stage:
         if action.op is Op.BACKWARD and self.number < self.stages - 1:
             return world.gradients[self.number].arrived(key)
         if action.op is Op.COMPLETE_UPDATE:
-            # The norm of a batch needs every stage's gradients.
-            return all(action.batch in stage.begun for stage in world.stages)
+            # The norm of a batch needs every stage's gradients, and starts when they have been taken.
+            return all(action.batch in stage.taken for stage in world.stages)
         return True
 
     def _receive_activation(self, action: Action, world: World) -> None:
@@ -98,6 +99,7 @@ class Stage:
         check((batch, microbatch) == (action.batch, action.microbatch), "backwards in the order of forwards")
         check(version == action.version, "the backward reads the version of its forward")
         self.backwards[batch, microbatch] += 1
+        check(batch == 0 or batch - 1 in self.taken, f"batch {batch} accumulates on top of batch {batch - 1}")
 
     def _send_gradient(self, action: Action, world: World) -> None:
         world.gradients[self.number - 1].put((action.batch, action.microbatch))
@@ -111,9 +113,14 @@ class Stage:
         check(not any(n for (b, _), n in self.backwards.items() if b > k), f"batch {k + 1} accumulates already")
         self.begun.add(k)
 
+    def _take_gradients(self, action: Action, world: World) -> None:
+        k = action.batch
+        check(k in self.begun and k not in self.taken, f"gradients of batch {k} are taken")
+        self.taken.add(k)
+
     def _complete_update(self, action: Action, world: World) -> None:
         k = action.batch
-        check(k in self.begun and k not in self.completed, f"update {k} is not pending")
+        check(k in self.taken and k not in self.completed, f"update {k} is not pending")
         check(action.version == k + 1 == self.newest + 1, f"{action} writes the wrong version")
         overwritten = self.newest - 1
         check(all(v != overwritten for *_, v in self.live), f"{action} overwrites x_{overwritten}, which is read")
@@ -244,6 +251,11 @@ def _swap(plan: list[Action], first: Op, second: Op) -> list[Action]:
     raise AssertionError("no such pair")
 
 
+def _late_take(plan: list[Action]) -> list[Action]:
+    """Take the gradients of batch 1 after the first backward of batch 2 instead of before."""
+    return _swap(plan, Op.TAKE_GRADIENTS, Op.BACKWARD)
+
+
 def _early_completion(plan: list[Action]) -> list[Action]:
     """Complete update 0 before the backwards of batch 0 that still read x_{-1}... of batch 1 instead of batch 2."""
     begin = next(i for i, a in enumerate(plan) if a.op is Op.BEGIN_UPDATE and a.batch == 1)
@@ -263,9 +275,22 @@ def _early_completion(plan: list[Action]) -> list[Action]:
         lambda plan: [a for a in plan if a.op is not Op.RECEIVE_ACTIVATION],
         lambda plan: [a for a in plan if a.op is not Op.COMPLETE_UPDATE],
         lambda plan: _swap(plan, Op.BACKWARD, Op.SEND_GRADIENT)[1:],
+        lambda plan: [a for a in plan if a.op is not Op.TAKE_GRADIENTS],
+        _late_take,
         _early_completion,
     ],
-    ids=["lost action", "repeated", "fresh", "other backward", "no receive", "no update", "lost head", "too early"],
+    ids=[
+        "lost action",
+        "repeated",
+        "fresh",
+        "other backward",
+        "no receive",
+        "no update",
+        "lost head",
+        "no take",
+        "late take",
+        "too early",
+    ],
 )
 def test_a_wrong_plan_is_caught(spoil) -> None:  # type: ignore[no-untyped-def]
     plan = plans(3, [5] * 4, 1)

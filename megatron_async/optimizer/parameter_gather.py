@@ -1,0 +1,89 @@
+"""All-gathers the shards of a new weight version over data-parallel replicas, in the background."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_async.pipeline.weight_versions import WeightVersions
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Where a bucket lies in a flat buffer, and who holds a shard of it."""
+
+    buffer: int
+    start: int
+    end: int
+    group: dist.ProcessGroup
+
+
+class ParameterGather:
+    """Completes a weight version of which every data-parallel replica has written a shard (distributed optimizer).
+
+    Args:
+        model: The DDP-wrapped model, with Megatron's contiguous parameter buffers.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._buckets = [
+            _Bucket(number, bucket.offset, bucket.offset + bucket.param_data.numel(), buffer.data_parallel_group)
+            for number, buffer in enumerate(parameter_buffers(model))
+            for bucket in buffer.buckets
+            if buffer.data_parallel_world_size > 1
+        ]
+
+    def start(self, versions: WeightVersions, version: int) -> list[dist.Work]:
+        """Start gathering the flat buffers that version ``version`` is being written into.
+
+        Returns:
+            What has to be waited for before the version may be read.
+        """
+        flat = versions.flat_buffers(version)
+        works = []
+        for bucket in self._buckets:
+            whole = flat[bucket.buffer][bucket.start : bucket.end]
+            shard = whole.view(bucket.group.size(), -1)[bucket.group.rank()]
+            work = dist.all_gather_single(whole, shard, group=bucket.group, async_op=True)
+            assert work is not None
+            works.append(work)
+        return works
+
+
+def parameter_buffers(model: Any) -> list[Any]:
+    """Megatron's buffers that hold parameters contiguously: those of the distributed optimizer."""
+    return [b for b in [*model.buffers, *model.expert_parallel_buffers] if b.param_data is not None]
+
+
+def make_second_version(model: Any, parameters: list[torch.nn.Parameter]) -> "Copies":
+    """A second set of storage for the weights, laid out as the first: flat buffers where Megatron has them.
+
+    Args:
+        model: The DDP-wrapped model.
+        parameters: Its trainable parameters.
+    """
+    views: dict[torch.nn.Parameter, torch.Tensor] = {}
+    current, second = [], []
+    for buffer in parameter_buffers(model):
+        current.append(buffer.param_data)
+        second.append(buffer.param_data.clone())
+        for parameter, (start, end, _) in buffer.param_index_map.items():
+            views[parameter] = second[-1][start:end].view(parameter.shape)
+    tensors = [views[p] if p in views else p.data.clone() for p in parameters]
+    return Copies(tensors, current, second)
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """A second set of storage for the weights.
+
+    Attributes:
+        tensors: One a parameter, holding what the parameter holds.
+        current: The flat buffers that the parameters lie in.
+        second: The flat buffers that ``tensors`` lie in.
+    """
+
+    tensors: list[torch.Tensor]
+    current: list[torch.Tensor]
+    second: list[torch.Tensor]
