@@ -52,7 +52,7 @@ class Agreement:
         self._copy: HostCopy | None = None
 
     def start(self, squared_norm: torch.Tensor, tokens: torch.Tensor | None, requests: int) -> None:
-        """Tell the other ranks.
+        """Tell the other ranks. On CUDA this is called on a side stream, which then waits for their answer.
 
         Args:
             squared_norm: fp32, one element: this rank's part of the squared norm.

@@ -23,6 +23,7 @@ from megatron_async.optimizer.error_feedback import calculate_error_feedback
 from megatron_async.optimizer.gradients import Gradients
 from megatron_async.optimizer.masters import Master, base_optimizers
 from megatron_async.optimizer.parameter_gather import ParameterGather
+from megatron_async.pipeline.streams import SideStream
 from megatron_async.pipeline.weight_versions import WeightVersions
 
 
@@ -96,6 +97,7 @@ class DeferredStep:
         self._agreement = Agreement(optimizer.get_grad_stats_parallel_group(), everyone, timeout)
         self._pending: int | None = None
         self._is_taken = False
+        self._side = SideStream(versions.parameters[0].device)
         self._tokens: torch.Tensor | None = None
         self._per_token = False
         self._schedule: list[tuple[float, float]] = []
@@ -141,8 +143,11 @@ class DeferredStep:
 
     @torch.no_grad()
     def poll(self) -> None:
-        """Let what runs in the background go on as soon as it can. Never blocks."""
-        if self._pending is None:
+        """Let what runs in the background go on as soon as it can. Never blocks.
+
+        On CUDA, where the host runs ahead, the order of streams does this.
+        """
+        if self._pending is None or self._side.is_real:
             return
         if not self._is_taken and self.gradients.is_reduced():
             self._take()
@@ -181,10 +186,13 @@ class DeferredStep:
         self._is_taken = True
         # The norm counts the gradient of a tied weight, so its sum over both stages comes first.
         gradient = None if self._tied_weight is None else self.gradients.of(self._tied_weight)
-        if gradient is not None:
+        with self._side(after_computation=True):
+            if gradient is None:
+                self._start_agreement()
+                return
             self._tied_work = dist.all_reduce(gradient, group=self._tied_group, async_op=True)
-        else:
-            self._start_agreement()
+            if self._side.is_real:
+                self._join_tied()
 
     def _join_tied(self) -> None:
         if self._tied_work is not None:
@@ -196,8 +204,8 @@ class DeferredStep:
         self.gradients.attach()
         gradients = [g for base in base_optimizers(self.optimizer) for g in base.get_grads_for_grad_norm()]
         self.gradients.detach()
+        # The tokens are kept until the next update begins: on CUDA the side stream has not read them yet.
         self._agreement.start(self._local_squared_norm(gradients), self._tokens, self.request())
-        self._tokens = None
 
     def _local_squared_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         device = self.versions.parameters[0].device

@@ -2,12 +2,13 @@
 
 NCCL runs every operation on a stream of its own that first waits for the stream which is current when the operation is
 issued, and ``Work.wait()`` lets the current stream, not the host, wait for it. The host runs ahead of the device, so
-"the current stream" is everything that was queued so far, and two things would be too late:
+"the current stream" is everything that was queued so far. What must not wait for that is issued on a side stream:
 
-- a receive posted from the compute stream would start when the computation queued before it ends. Its buffer is
-  therefore allocated, and it is posted, on a side stream that has nothing queued;
-- the gathered gradient norm, read by ``tolist()`` on the compute stream, would stop the host until everything queued
-  there is done. It is copied to pinned memory on a side stream instead, and the host waits for that copy alone.
+- a receive that is posted early. From the compute stream it would start when the computation queued before it ends;
+- what follows a background reduction (the norm after the sum of a tied gradient). On the compute stream it would run
+  when the host asks for it, or stop the computation until the reduction is there;
+- the copy of gathered numbers to the host. ``tolist()`` on the compute stream would stop the host until everything
+  queued there is done; an event on the side stream stops it for that copy alone.
 
 Not run on a GPU yet.
 """
@@ -23,18 +24,32 @@ class SideStream:
     """Calling it gives a context in which work is issued beside the computation.
 
     Memory allocated inside belongs to the side stream. A tensor that the computation uses must be handed over, or the
-    allocator could give its memory to the side stream again while the computation still reads it.
+    allocator could give its memory to the side stream again while the computation still reads it. The other way round,
+    the caller keeps what the side stream reads until that is done.
+
+    Attributes:
+        is_real: Whether there is a device whose streams order the work; else the host does it, in the order of calls.
 
     Args:
         device: The device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream: torch.cuda.Stream | None = _new_stream(device) if device.type == "cuda" else None
+        self.is_real = device.type == "cuda"
+        self._device = device
+        self._stream = _new_stream(device) if self.is_real else None
 
-    def __call__(self) -> contextlib.AbstractContextManager[None]:
-        """The context."""
-        return contextlib.nullcontext() if self._stream is None else _current(self._stream)
+    def __call__(self, *, after_computation: bool = False) -> contextlib.AbstractContextManager[None]:
+        """The context.
+
+        Args:
+            after_computation: Whether what is issued inside starts after what is queued on the current stream by now.
+        """
+        if self._stream is None:
+            return contextlib.nullcontext()
+        if after_computation:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return _current(self._stream)
 
     def hand_over(self, tensor: torch.Tensor) -> None:
         """Tell the allocator that the current stream uses a tensor that was allocated inside.
@@ -43,11 +58,11 @@ class SideStream:
         writes them.
         """
         if self._stream is not None:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            tensor.record_stream(torch.cuda.current_stream(self._device))
 
 
 class HostCopy:
-    """The result of a collective, on its way to the host.
+    """The result of a collective, on its way to the host. On CUDA it is made on a side stream.
 
     Args:
         work: The collective.
@@ -59,15 +74,14 @@ class HostCopy:
         self._result = result
         self._event: torch.cuda.Event | None = None
         if result.device.type == "cuda":
-            with _current(_host_copy_stream(result.device)):
-                work.wait()  # the side stream waits, neither the host nor the computation
-                self._host = torch.empty_like(result, device="cpu", pin_memory=True)
-                self._host.copy_(result, non_blocking=True)
-                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._event.record()  # type: ignore[no-untyped-call]
+            work.wait()  # the side stream waits, neither the host nor the computation
+            self._host = torch.empty_like(result, device="cpu", pin_memory=True)
+            self._host.copy_(result, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()  # type: ignore[no-untyped-call]
 
     def join(self) -> torch.Tensor:
-        """Wait for the result.
+        """Wait for the result. On CUDA all work that the side stream had before it is done then as well.
 
         Returns:
             A CPU tensor of the shape and dtype of ``result``.
@@ -87,13 +101,3 @@ def _current(stream: torch.cuda.Stream) -> Iterator[None]:
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-_host_copy_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _host_copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream a device, made at first use."""
-    if device not in _host_copy_streams:
-        _host_copy_streams[device] = _new_stream(device)
-    return _host_copy_streams[device]
