@@ -30,7 +30,6 @@ class _Channel:
         self._receives: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
     def send(self, tensor: torch.Tensor) -> None:
-        self.reap()
         # A tensor of its own: the schedule frees the storage of an output tensor right after it is sent.
         tensor = tensor.detach().contiguous()
         work = dist.isend(tensor, self._peer, group=self._group)
@@ -52,10 +51,17 @@ class _Channel:
         self._side.hand_over(tensor)
         return tensor
 
-    def reap(self) -> None:
-        """Drop the sends that are done."""
-        while self._sends and self._sends[0][0].is_completed():
-            self._sends.popleft()[0].wait()  # raises if the send failed
+    def drop_sends(self, keep: int) -> None:
+        """Drop all but the last sends, of which it is known that they have arrived. They have to be waited for:
+
+        gloo does not say that a send is done until then.
+        """
+        while len(self._sends) > keep:
+            self._sends.popleft()[0].wait()
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._sends)
 
     def settle(self) -> None:
         while self._sends:
@@ -78,6 +84,8 @@ class StageCommunicator:
         dtype: Type of activations and gradients on the wire (``config.pipeline_dtype``).
         device: Device that tensors are received on.
         timeout: Timeout of the two new groups; None for PyTorch's default.
+        unconfirmed_gradients: How many of the gradients sent last may not have arrived
+            (:meth:`~megatron_async.pipeline.plan.Schedule.unconfirmed_gradients`).
     """
 
     def __init__(
@@ -86,12 +94,14 @@ class StageCommunicator:
         dtype: torch.dtype | None,
         device: torch.device,
         timeout: timedelta | None = None,
+        unconfirmed_gradients: int = 2,
     ) -> None:
         self.stage = pp_group.rank()
         self.stages = pp_group.size()
         self._dtype = dtype
         self._device = device
         self._side = SideStream(device)
+        self._unconfirmed_gradients = unconfirmed_gradients
         self._channels: list[_Channel] = []
         self._groups: list[dist.ProcessGroup] = []
         if self.stages == 1:
@@ -130,7 +140,10 @@ class StageCommunicator:
 
     def receive_gradient(self) -> torch.Tensor:
         """Wait for the output gradient posted first."""
-        return self._gradients_in.receive()
+        gradient = self._gradients_in.receive()
+        # It was computed from the activation that was sent first.
+        self._activations_out.drop_sends(keep=self._activations_out.outstanding - 1)
+        return gradient
 
     def send_activation(self, tensor: torch.Tensor) -> None:
         """Start sending a stage output to the next stage."""
@@ -139,6 +152,7 @@ class StageCommunicator:
     def send_gradient(self, tensor: torch.Tensor) -> None:
         """Start sending an input gradient to the stage before."""
         self._gradients_out.send(tensor)
+        self._gradients_out.drop_sends(keep=self._unconfirmed_gradients)
 
     def settle(self) -> None:
         """Wait until every posted message has arrived; received ones stay ready to be consumed."""

@@ -113,6 +113,10 @@ class Schedule:
         """Weight version that forwards and backwards of ``batch`` read on this stage."""
         raise NotImplementedError
 
+    def unconfirmed_gradients(self) -> int:
+        """Largest number of gradients sent of which this stage cannot know that the stage before has received them."""
+        raise NotImplementedError
+
     def minimum_microbatches(self) -> int:
         """Smallest m of any batch that the schedule can run."""
         raise NotImplementedError
@@ -130,9 +134,10 @@ class TwoBufferedWeights(Schedule):
     of batch k. Batch k reads x_{max(k-1, 0)} on every stage, forward and backward.
 
     The gradients of batch k-1 leave the accumulation buffer just before the first backward of batch k accumulates
-    there; their reduction over data-parallel replicas has the time of the forward in between. The update k-1 is
-    completed as late as its result allows: before the first forward of batch k+1, or, on a stage that prefetches none,
-    before the update k begins. That leaves the small all-gather of the gradient norm almost a whole step of time.
+    there; their reduction over data-parallel replicas has the time of the forward in between. The update k-1 can be
+    completed from slot s+1 on (stage 0 ends a batch s backwards after stage s does, and the norm needs all stages), and
+    must be at slot m-w, whose forward is the first to read the result. The middle is planned: half of the slack is for
+    the all-gather of the norm before it, half for that of the new weights after it. With m = p there is no slack.
 
     Receives are posted one use ahead. At the end of a step, only those are outstanding whose messages are sent within
     the same step, so that a training loop that stops between two steps leaves nothing behind.
@@ -154,6 +159,14 @@ class TwoBufferedWeights(Schedule):
         """x_{max(k-1, 0)}: exactly one update old, whatever p."""
         return max(batch - 1, 0)
 
+    def unconfirmed_gradients(self) -> int:
+        """Sent gradients that the stage before may not have received when the next one is sent, and that one: f + 1.
+
+        The stage has run forward w + i when it sends gradient i. Its input was computed after the stage before, which
+        runs f forwards further ahead, had run backward i - f - 1.
+        """
+        return self.warmup_factor + 1
+
     def minimum_microbatches(self) -> int:
         """m >= p, or m >= 2p-1 with a doubled warm-up: w may not reach beyond the next batch."""
         return self.warmup_factor * (self.stages - 1) + 1
@@ -171,6 +184,7 @@ class TwoBufferedWeights(Schedule):
         incoming = _Incoming(self._inputs(step, forwards), self.warmup_factor if step.filled else 0)
         pending = step.pending_update
         accumulated = pending
+        completion = self._completion_slot(step.microbatches)
 
         def forward(batch: int, microbatch: int) -> Iterator[Action]:
             if not self.is_first:
@@ -184,14 +198,14 @@ class TwoBufferedWeights(Schedule):
             yield from forward(batch, microbatch)
         queue = iter(forwards[fill:])
         for i in range(step.microbatches):
+            if pending is not None and i == completion:
+                yield self._complete(pending)
+                pending = None
             if not self.is_last:
                 # Posted before the forward, so that the message of the backward crosses while the forward computes.
                 yield Action(Op.RECEIVE_GRADIENT, step.batch, i)
             following = next(queue, None)
             if following is not None:
-                if following[0] > step.batch and pending is not None:
-                    yield self._complete(pending)
-                    pending = None
                 yield from forward(*following)
             if accumulated is not None:
                 yield Action(Op.TAKE_GRADIENTS, accumulated)
@@ -204,6 +218,11 @@ class TwoBufferedWeights(Schedule):
         if pending is not None:
             yield self._complete(pending)
         yield Action(Op.BEGIN_UPDATE, step.batch)
+
+    def _completion_slot(self, microbatches: int) -> int:
+        """Number of backwards of a step that run before the pending update is completed."""
+        earliest, latest = self.stage + 1, microbatches - self.warmup
+        return latest - (latest - earliest) // 2
 
     def _complete(self, update: int) -> Action:
         return Action(Op.COMPLETE_UPDATE, update, version=update + 1)

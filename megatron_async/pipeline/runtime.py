@@ -86,7 +86,11 @@ class AsyncPipeline:
             parameters, second=copies.tensors, flat=(copies.current, copies.second), trace=trace
         )
         self.communicator = StageCommunicator(
-            pp_group, self.config.pipeline_dtype, parameters[0].device, options.timeout
+            pp_group,
+            self.config.pipeline_dtype,
+            parameters[0].device,
+            options.timeout,
+            self.schedule.unconfirmed_gradients(),
         )
         gradients = Gradients(model, self._finalize_gradients, masters)
         model.zero_grad_buffer = _do_nothing
