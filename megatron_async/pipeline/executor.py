@@ -166,7 +166,8 @@ class PipelineExecutor:
             if action.op is Op.BEGIN_UPDATE:
                 break
             self._handlers[action.op](action)
-            self.updates.poll()
+            if action.op not in (Op.FORWARD, Op.BACKWARD):  # their result is sent first
+                self.updates.poll()
             if self.observer is not None:
                 self.observer(action, self.versions.bound)
         self._filled = next_microbatches is not None

@@ -188,10 +188,13 @@ class TwoBufferedWeights(Schedule):
 
         def forward(batch: int, microbatch: int) -> Iterator[Action]:
             if not self.is_first:
-                yield from incoming.post_until(batch, microbatch, ahead=1)
+                yield from incoming.post_until(batch, microbatch, ahead=0)
             yield Action(Op.FORWARD, batch, microbatch, self.version_read(batch))
             if not self.is_last:
                 yield Action(Op.SEND_ACTIVATION, batch, microbatch)
+            if not self.is_first:
+                # After the send, which somebody waits for; long before the message is there.
+                yield from incoming.post_until(batch, microbatch, ahead=1)
 
         fill = 0 if step.filled else self.warmup
         for batch, microbatch in forwards[:fill]:
@@ -201,12 +204,13 @@ class TwoBufferedWeights(Schedule):
             if pending is not None and i == completion:
                 yield self._complete(pending)
                 pending = None
-            if not self.is_last:
-                # Posted before the forward, so that the message of the backward crosses while the forward computes.
-                yield Action(Op.RECEIVE_GRADIENT, step.batch, i)
+            if not self.is_last and i == 0:
+                yield Action(Op.RECEIVE_GRADIENT, step.batch, 0)
             following = next(queue, None)
             if following is not None:
                 yield from forward(*following)
+            if not self.is_last and i + 1 < step.microbatches:
+                yield Action(Op.RECEIVE_GRADIENT, step.batch, i + 1)
             if accumulated is not None:
                 yield Action(Op.TAKE_GRADIENTS, accumulated)
                 accumulated = None

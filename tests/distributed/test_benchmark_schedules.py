@@ -32,7 +32,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     prefix = tmp_path_factory.mktemp("benchmark") / "result"
     done = benchmark(
         *("--mode", "sleep", "--stages", 2, "--microbatch-factors", "1,2", "--messages-kib", 16),
-        *("--forward-ms", 1, "--steps", STEPS, "--repeats", REPEATS, "--optimizers", "adamw,muon"),
+        *("--full-grid", "--forward-ms", 1, "--steps", STEPS, "--repeats", REPEATS, "--optimizers", "adamw,muon"),
         *("--output", prefix),
     )
     assert done.returncode == 0, done.stderr[-6000:]
