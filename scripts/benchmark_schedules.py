@@ -170,7 +170,12 @@ def machine() -> dict[str, Any]:
             line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
         ]
         model = names[0] if names else model
-    return {"cpu": model, "cores": os.cpu_count(), "system": platform.platform(), "load": os.getloadavg()[0]}
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "load": os.getloadavg()[0],
+    }
 
 
 def versions() -> dict[str, str]:
