@@ -107,6 +107,9 @@ class PipelineExecutor:
         self.trace = trace
         self.next_batch = 0
         self.tokens: torch.Tensor | None = None
+        # Their results go out before anything else is looked at.
+        is_sent = {Op.FORWARD: not schedule.is_last, Op.BACKWARD: not schedule.is_first}
+        self._sent_next = {op for op, sent in is_sent.items() if sent}
         self._has_reduction_hooks = bool(model.ddp_config.overlap_grad_reduce)
         self._in_flight: list[_InFlight] = []
         self._losses: dict[int, list[Any]] = {}
@@ -166,7 +169,7 @@ class PipelineExecutor:
             if action.op is Op.BEGIN_UPDATE:
                 break
             self._handlers[action.op](action)
-            if action.op not in (Op.FORWARD, Op.BACKWARD):  # their result is sent first
+            if action.op not in self._sent_next:
                 self.updates.poll()
             if self.observer is not None:
                 self.observer(action, self.versions.bound)

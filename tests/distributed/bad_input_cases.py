@@ -58,7 +58,6 @@ CASES = [
     # Settings of Megatron that are refused
     refused(["--fp16"], "--fp16", "use --bf16"),
     refused(["--bf16", "--loss-scale", "128"], "--loss-scale", "drop the flag"),
-    refused(["--calculate-per-token-loss"], "--calculate-per-token-loss", "drop the flag"),
     refused(["--num-virtual-stages-per-pipeline-rank", "2"], "virtual", "drop --num-layers-per-virtual"),
     refused(
         ["--tensor-model-parallel-size", "2"],
@@ -69,8 +68,9 @@ CASES = [
     refused(["--context-parallel-size", "2"], "--context-parallel-size", "--context-parallel-size 1", base=PLAIN),
     refused(["--num-experts", "4"], "--num-experts", "train a dense model"),
     refused(["--optimizer", "lion"], "--optimizer", "use --optimizer adam, sgd or muon"),
-    refused(["--use-distributed-optimizer"], "--use-distributed-optimizer", "drop the flag"),
-    refused(["--overlap-grad-reduce"], "--overlap-grad-reduce", "drop the flag"),
+    refused(["--ddp-reduce-scatter-with-fp32-accumulation"], "--ddp-reduce-scatter-with-fp32-accumul", "drop the flag"),
+    refused(["--async-trace-start", "3"], "--async-trace-start", "--async-trace; add that flag"),
+    refused(["--async-trace", "/dev/null/x", "--async-trace-start", "1"], "--async-trace", "cannot be written"),
     refused(["--rampup-batch-size", "3", "3", "9"], "--rampup-batch-size", "constant --global-batch-size"),
     refused(["--iterations-to-skip", "3"], "--iterations-to-skip", "drop the flag"),
     refused(["--cuda-graph-impl", "local"], "--cuda-graph-impl", "--cuda-graph-impl none"),

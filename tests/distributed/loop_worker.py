@@ -102,7 +102,7 @@ def execute(arguments: list[str], *, plugin: bool) -> dict[str, Any]:
         megatron_async.install = lambda: None  # type: ignore[assignment, return-value]
     started = training._TRAIN_START_TIME
     if "--exit-duration-in-mins" in arguments:
-        training._TRAIN_START_TIME -= 3600  # as if it had begun an hour ago
+        training.set_startup_timestamps(program_start=started - 3600)
     script = ROOT / "scripts" / "pretrain_gpt.py"
     sys.argv = [str(script), *arguments]
     status = 0
@@ -112,7 +112,7 @@ def execute(arguments: list[str], *, plugin: bool) -> dict[str, Any]:
         status = int(ended.code or 0)
     finally:
         megatron_async.install = install
-        training._TRAIN_START_TIME = started
+        training.set_startup_timestamps(program_start=started)
         pipeline = current_session() and current_session().pipeline
         if pipeline:
             pipeline.close()
