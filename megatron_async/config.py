@@ -95,9 +95,8 @@ class AsyncPipelineConfig:
 
     def _check_trace(self, args: argparse.Namespace) -> None:
         if self.async_trace is None:
-            for name in ("async_trace_start", "async_trace_steps"):
-                if getattr(self, name) != getattr(AsyncPipelineConfig(), name):
-                    raise ConfigurationError(f"{_flag(name)} has no effect without --async-trace; add that flag")
+            for flag in self._set_among("async_trace_start", "async_trace_steps"):
+                raise ConfigurationError(f"{flag} has no effect without --async-trace; add that flag")
             return
         if self.async_trace_start < 1 or self.async_trace_steps < 1:
             raise ConfigurationError("--async-trace-start and --async-trace-steps must be at least 1")
@@ -108,13 +107,16 @@ class AsyncPipelineConfig:
         check_directory(self.async_trace)
 
     def _check_unused(self) -> None:
+        for flag in self._set_among("async_error_feedback", "async_warmup_factor"):
+            raise ConfigurationError(
+                f"{flag} has no effect with --pipeline-schedule={SYNCHRONOUS}; "
+                "add --pipeline-schedule=2bw-async or drop it"
+            )
+
+    def _set_among(self, *names: str) -> list[str]:
+        """Flags of the fields that do not have their defaults."""
         defaults = AsyncPipelineConfig()
-        for name in ("async_error_feedback", "async_warmup_factor"):
-            if getattr(self, name) != getattr(defaults, name):
-                raise ConfigurationError(
-                    f"{_flag(name)} has no effect with --pipeline-schedule={SYNCHRONOUS}; "
-                    "add --pipeline-schedule=2bw-async or drop it"
-                )
+        return [_flag(name) for name in names if getattr(self, name) != getattr(defaults, name)]
 
     def _check_microbatches(self, args: argparse.Namespace) -> None:
         per_microbatch = args.micro_batch_size * args.data_parallel_size

@@ -16,6 +16,7 @@ import torch
 
 from megatron_async.observe.trace import NO_TRACE, Trace
 from megatron_async.patches.replacement import Replacement
+from megatron_async.patches.training_loop import finished_by
 
 _FLAG = "--async-trace with --pipeline-schedule=1f1b"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -152,17 +153,12 @@ def _wrapped(traced: Callable[..., Any]) -> Callable[[Callable[..., Any]], Calla
 
 
 def _train(original: Callable[..., Any], tracer: ScheduleTracer) -> Callable[..., Any]:
+    finished = finished_by(original, lambda: tracer.trace.close())
+
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         tracer.start()
-        try:
-            result = original(*args, **kwargs)
-        except SystemExit:
-            # How Megatron ends at an exit interval, a time limit or a signal.
-            tracer.trace.close()
-            raise
-        tracer.trace.close()
-        return result
+        return finished(*args, **kwargs)
 
     return replacement
 

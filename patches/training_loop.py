@@ -85,15 +85,21 @@ def checkpoint_and_decide_exit(original: Callable[..., Any], session: Session) -
 def train(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """Megatron's loop; afterwards the model holds the newest weights and nothing is on the wire."""
 
-    @functools.wraps(original)
+    return finished_by(original, session.finish_training)
+
+
+def finished_by(train: Callable[..., Any], finish: Callable[[], None]) -> Callable[..., Any]:
+    """Megatron's loop, with a last act where it ends as it should; not where it fails."""
+
+    @functools.wraps(train)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         try:
-            result = original(*args, **kwargs)
+            result = train(*args, **kwargs)
         except SystemExit:
             # How Megatron ends at an exit interval, a time limit or a signal: on all ranks after the same iteration.
-            session.finish_training()
+            finish()
             raise
-        session.finish_training()
+        finish()
         return result
 
     return replacement

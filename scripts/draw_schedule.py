@@ -7,7 +7,7 @@ The times are those of a model machine (forward 1, backward 2, messages free), n
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,10 +134,15 @@ def draw(axis: plt.Axes, blocks: list[Block], stages: int, end: float, title: st
             color="black" if forward else "white",
         )
     axis.set_xlim(0, end)
-    axis.set_ylim(stages - 0.5, -0.5)
-    axis.set_yticks(range(stages), [f"stage {s}" for s in range(stages)])
-    axis.set_title(title, loc="left", fontsize=10)
     axis.set_facecolor("#f0f0f0")
+    dress(axis, range(stages), title)
+
+
+def dress(axis: plt.Axes, stages: Sequence[int], title: str) -> None:
+    """Give an axis a row for each of the stages, from the top, and a title."""
+    axis.set_ylim(len(stages) - 0.5, -0.5)
+    axis.set_yticks(range(len(stages)), [f"stage {stage}" for stage in stages])
+    axis.set_title(title, loc="left", fontsize=10)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
     axis.tick_params(left=False)

@@ -24,7 +24,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from draw_schedule import COLOURS
+from draw_schedule import COLOURS, dress
 from matplotlib.patches import Patch
 
 from megatron_async.observe.timeline import (
@@ -184,13 +184,8 @@ def draw(axis: plt.Axes, run: Run, start: float, end: float, scale: float) -> No
             if kind in ("forward", "backward"):
                 number(axis, run, row, spans, start, end, scale)
     axis.set_xlim(scale * start, scale * end)
-    axis.set_ylim(len(run.stages) - 0.5, -0.5)
-    axis.set_yticks(range(len(run.stages)), [f"stage {trace.stage}" for trace in run.stages])
-    axis.set_title(run.title, loc="left", fontsize=10)
-    for side in ("top", "right", "left"):
-        axis.spines[side].set_visible(False)
+    dress(axis, [trace.stage for trace in run.stages], run.title)
     axis.spines["bottom"].set_color("#808080")
-    axis.tick_params(left=False)
 
 
 def number(axis: plt.Axes, run: Run, row: int, spans: list[Span], start: float, end: float, scale: float) -> None:

@@ -30,13 +30,15 @@ class Gradients:
         self._bucket_groups = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._views = self._allocate()
-        self.has_peers = any(buffer.data_parallel_world_size > 1 for buffer in _buffers(model))
-        self._deferred_config = self._reduce_in_background() if self.has_peers else None
+        self.has_peers = any(buffer.data_parallel_world_size > 1 for buffer in ddp_buffers(model))
+        self._configs = [group.ddp_config for group in self._bucket_groups]
+        if self.has_peers:
+            self._reduce_in_background()
 
     def _allocate(self) -> dict[torch.nn.Parameter, torch.Tensor]:
         of_parameter = {master.parameter: master for master in self._masters}
         views: dict[torch.nn.Parameter, torch.Tensor] = {}
-        for buffer in _buffers(self._model):
+        for buffer in ddp_buffers(self._model):
             sharded = buffer.ddp_config.use_distributed_optimizer
             for number, bucket in enumerate(buffer.buckets):
                 source = bucket.grad_data
@@ -57,18 +59,15 @@ class Gradients:
             raise RuntimeError(f"{len(missing)} trainable parameter(s) have no gradient buffer")
         return views
 
-    def _reduce_in_background(self) -> list[Any]:
+    def _reduce_in_background(self) -> None:
         """Let Megatron's bucket groups reduce asynchronously, whatever ``--overlap-grad-reduce`` says.
 
         That flag adds hooks that start the reduction of a bucket inside the last backward of a batch. Without it the
         reduction starts after that backward; either way it is only waited for when the gradients are taken.
         """
-        before = []
         for group in self._bucket_groups:
-            before.append(group.ddp_config)
             group.ddp_config = copy.copy(group.ddp_config)
             group.ddp_config.overlap_grad_reduce = True
-        return before
 
     def start_reduction(self) -> None:
         """Start the reduction of what has been accumulated. Waits for nothing."""
@@ -112,10 +111,10 @@ class Gradients:
 
     def close(self) -> None:
         """Give Megatron's bucket groups back as they were."""
-        for group, config in zip(self._bucket_groups, self._deferred_config or (), strict=False):
+        for group, config in zip(self._bucket_groups, self._configs, strict=True):
             group.ddp_config = config
-        self._deferred_config = None
 
 
-def _buffers(model: Any) -> list[Any]:
+def ddp_buffers(model: Any) -> list[Any]:
+    """Megatron's contiguous buffers of a DDP-wrapped model."""
     return [*model.buffers, *model.expert_parallel_buffers]

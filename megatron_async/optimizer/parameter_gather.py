@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_async.optimizer.gradients import ddp_buffers
 from megatron_async.pipeline.weight_versions import WeightVersions
 
 
@@ -53,7 +54,7 @@ class ParameterGather:
 
 def parameter_buffers(model: Any) -> list[Any]:
     """Megatron's buffers that hold parameters contiguously: those of the distributed optimizer."""
-    return [b for b in [*model.buffers, *model.expert_parallel_buffers] if b.param_data is not None]
+    return [buffer for buffer in ddp_buffers(model) if buffer.param_data is not None]
 
 
 def make_second_version(model: Any, parameters: list[torch.nn.Parameter]) -> "Copies":

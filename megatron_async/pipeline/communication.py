@@ -51,21 +51,17 @@ class _Channel:
         self._side.hand_over(tensor)
         return tensor
 
+    def drop_oldest_send(self) -> None:
+        """Drop a send that is known to have arrived. gloo does not say that it is done until it is waited for."""
+        self._sends.popleft()[0].wait()
+
     def drop_sends(self, keep: int) -> None:
-        """Drop all but the last sends, of which it is known that they have arrived. They have to be waited for:
-
-        gloo does not say that a send is done until then.
-        """
+        """Drop all but the last ``keep`` sends."""
         while len(self._sends) > keep:
-            self._sends.popleft()[0].wait()
-
-    @property
-    def outstanding(self) -> int:
-        return len(self._sends)
+            self.drop_oldest_send()
 
     def settle(self) -> None:
-        while self._sends:
-            self._sends.popleft()[0].wait()
+        self.drop_sends(keep=0)
         for work, _ in self._receives:
             work.wait()
 
@@ -142,7 +138,7 @@ class StageCommunicator:
         """Wait for the output gradient posted first."""
         gradient = self._gradients_in.receive()
         # It was computed from the activation that was sent first.
-        self._activations_out.drop_sends(keep=self._activations_out.outstanding - 1)
+        self._activations_out.drop_oldest_send()
         return gradient
 
     def send_activation(self, tensor: torch.Tensor) -> None:

@@ -200,12 +200,12 @@ class TwoBufferedWeights(Schedule):
         for batch, microbatch in forwards[:fill]:
             yield from forward(batch, microbatch)
         queue = iter(forwards[fill:])
+        if not self.is_last:
+            yield Action(Op.RECEIVE_GRADIENT, step.batch, 0)
         for i in range(step.microbatches):
             if pending is not None and i == completion:
                 yield self._complete(pending)
                 pending = None
-            if not self.is_last and i == 0:
-                yield Action(Op.RECEIVE_GRADIENT, step.batch, 0)
             following = next(queue, None)
             if following is not None:
                 yield from forward(*following)

@@ -164,10 +164,10 @@ class AsyncPipeline:
 
     def step(self) -> None:
         """Begin the update of the batch whose backwards have just run."""
-        tokens = self.executor.tokens
-        if self.options.per_token and tokens is not None and self.pg_collection.tp.rank() != 0:
-            tokens = None  # tensor-parallel peers have the same tokens: one of them counts
-        self.updates.begin(per_token=self.options.per_token, tokens=tokens if self.options.per_token else None)
+        per_token = self.options.per_token
+        # Tensor-parallel peers have the same tokens: one of them counts.
+        counts = per_token and self.pg_collection.tp.rank() == 0
+        self.updates.begin(per_token=per_token, tokens=self.executor.tokens if counts else None)
         self.trace.next_step()
 
     def complete(self) -> UpdateResult | None:

@@ -78,6 +78,19 @@ def current_session() -> Any:
     return installation._session
 
 
+def clean_up() -> None:
+    """Take the plugin and Megatron's global state out of the process, so that another run can begin."""
+    from megatron.training import training
+
+    pipeline = current_session() and current_session().pipeline
+    if pipeline:
+        pipeline.close()
+    megatron_async.uninstall()
+    training.destroy_global_state()
+    if cpu.is_needed():
+        cpu.install(quiet=True)
+
+
 def fingerprint(model: list[torch.nn.Module]) -> str:
     """Digest of every byte of the weights, by name."""
     digest = hashlib.sha256()
@@ -113,15 +126,9 @@ def execute(arguments: list[str], *, plugin: bool) -> dict[str, Any]:
     finally:
         megatron_async.install = install
         training.set_startup_timestamps(program_start=started)
-        pipeline = current_session() and current_session().pipeline
-        if pipeline:
-            pipeline.close()
-        megatron_async.uninstall()
+        clean_up()
         for name, original in originals.items():
             setattr(training, name, original)
-        training.destroy_global_state()
-        if cpu.is_needed():
-            cpu.install(quiet=True)
     return {
         "status": status,
         "iterations": recorder.iterations,

@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives
 
-import megatron_async
 from megatron_async.patches import cpu
-from tests.distributed.loop_worker import current_session
+from tests.distributed.loop_worker import clean_up
 from tests.distributed.steady_state import ROOT, DispatcherCount, Recorder, dispatched
 from tests.distributed.steady_state_cases import ALL, Case
 
@@ -91,7 +90,6 @@ def fault(name: str) -> contextlib.AbstractContextManager[Any]:
 def execute(case: Case) -> dict[str, Any]:
     """One run of scripts/pretrain_gpt.py."""
     from megatron.core import parallel_state
-    from megatron.training import training
 
     recorder, dispatcher = Recorder(), DispatcherCount() if case.counted else None
     script = ROOT / "scripts" / "pretrain_gpt.py"
@@ -104,13 +102,7 @@ def execute(case: Case) -> dict[str, Any]:
             status = ended.code or 0
         finally:
             stage = parallel_state.get_pipeline_model_parallel_rank() if parallel_state.is_initialized() else 0
-            pipeline = current_session() and current_session().pipeline
-            if pipeline:
-                pipeline.close()
-            megatron_async.uninstall()
-            training.destroy_global_state()
-            if cpu.is_needed():
-                cpu.install(quiet=True)
+            clean_up()
     found = {"status": status, "stage": stage, "operations": [asdict(o) for o in recorder.operations]}
     if dispatcher is not None:
         found |= {"dispatched": dispatched(recorder.operations), "counted": dispatcher.count}
