@@ -166,7 +166,7 @@ class Stage(nn.Module):
         if pre_process:
             self.embedding = nn.Embedding(spec.vocabulary, spec.hidden)
         # Keyed by the index in the whole model: a parameter has the same name for any number of stages.
-        self.blocks = nn.ModuleDict({str(i): BLOCKS[spec.blocks[i]](spec.hidden) for i in blocks})
+        self.layers = nn.ModuleDict({str(i): BLOCKS[spec.blocks[i]](spec.hidden) for i in blocks})
         if post_process:
             self.final_layernorm = nn.LayerNorm(spec.hidden)
             if not (spec.tied and pre_process):
@@ -195,7 +195,7 @@ class Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.pre_process:
             x = self.embedding(x)
-        for block in self.blocks.values():
+        for block in self.layers.values():
             x = block(x)
         if not self.post_process:
             return x

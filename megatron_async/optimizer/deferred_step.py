@@ -7,7 +7,8 @@ exact global norm, steps, and writes x_{k+1}.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,12 +18,15 @@ import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from megatron_async.errors import ConfigurationError
 from megatron_async.observe.trace import NO_TRACE, Trace
 from megatron_async.optimizer.agreement import Agreed, Agreement
-from megatron_async.optimizer.error_feedback import calculate_error_feedback
+from megatron_async.optimizer.delay_compensation import compensate_delay_
+from megatron_async.optimizer.error_feedback import keep_masters, write_corrected_weights
 from megatron_async.optimizer.gradients import Gradients
 from megatron_async.optimizer.masters import Master, base_optimizers
 from megatron_async.optimizer.parameter_gather import ParameterGather
+from megatron_async.optimizer.weight_prediction import WeightPrediction
 from megatron_async.pipeline.streams import SideStream
 from megatron_async.pipeline.weight_versions import WeightVersions
 
@@ -61,9 +65,19 @@ class DeferredStep:
         everyone: The ranks that have to agree on requests and token counts.
         tied_weight: This stage's copy of a weight that another stage holds too, or None.
         tied_group: The group of the stages that hold a copy; None if there is no tied weight.
+        waits_for_tied: Whether to wait for the sum of a tied gradient as soon as the gradients are taken. Needed where
+            another stage waits for the update before it computes: the sum would else be joined after what that stage
+            is to send.
+        delays: Age in updates of the weights that each parameter of ``versions`` is read at; 1 for all by default.
         ef_coefficient: c of the error feedback, 0 for none.
+        delay_compensation: lambda of the Taylor compensation, 0 for none.
+        weight_prediction: Whether to write weights that are predicted by momentum.
         timeout: Timeout of the group for the agreement; None for PyTorch's default.
         trace: Where the times of waits and steps go.
+
+    Raises:
+        ConfigurationError: If weights are to be predicted and the optimizer has no momentum to do that by, or error
+            feedback or delay compensation, which mean the same delay, are on as well.
     """
 
     def __init__(
@@ -77,7 +91,11 @@ class DeferredStep:
         parameter_gather: ParameterGather | None = None,
         tied_weight: torch.nn.Parameter | None = None,
         tied_group: dist.ProcessGroup | None = None,
+        waits_for_tied: bool = False,
+        delays: Sequence[int] | None = None,
         ef_coefficient: float = 0.0,
+        delay_compensation: float = 0.0,
+        weight_prediction: bool = False,
         timeout: timedelta | None = None,
         trace: Trace = NO_TRACE,
     ) -> None:
@@ -86,6 +104,7 @@ class DeferredStep:
         self.versions = versions
         self.gradients = gradients
         self.ef_coefficient = ef_coefficient
+        self.delay_compensation = delay_compensation
         self.next_update = 0
         self.on_complete: list[Callable[[UpdateResult], None]] = []
         self.request: Callable[[], int] = lambda: 0
@@ -93,6 +112,7 @@ class DeferredStep:
         self._parameter_gather = parameter_gather
         self._tied_weight = tied_weight
         self._tied_group = tied_group
+        self._waits_for_tied = waits_for_tied
         self._tied_work: dist.Work | None = None
         self._agreement = Agreement(optimizer.get_grad_stats_parallel_group(), everyone, timeout)
         self._pending: int | None = None
@@ -103,6 +123,14 @@ class DeferredStep:
         self._schedule: list[tuple[float, float]] = []
         positions = {parameter: i for i, parameter in enumerate(versions.parameters)}
         self._positions = [positions[master.parameter] for master in masters]
+        self._delays = [1 if delays is None else delays[i] for i in self._positions]
+        self._uncompensated: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._prediction: WeightPrediction | None = None
+        if weight_prediction:
+            if ef_coefficient or delay_compensation:
+                other = "--async-error-feedback" if ef_coefficient else "--async-delay-compensation"
+                raise ConfigurationError(f"--async-weight-prediction corrects the same delay as {other}; drop one")
+            self._prediction = WeightPrediction(optimizer, masters, self._delays)
 
     @property
     def pending(self) -> int | None:
@@ -119,9 +147,15 @@ class DeferredStep:
 
         Raises:
             RuntimeError: If the update before is not complete.
+            ConfigurationError: If the gradients are sums and have to be compensated.
         """
         if self._pending is not None:
             raise RuntimeError(f"update {self._pending} must be complete before update {self.next_update} begins")
+        if per_token and self.delay_compensation:
+            raise ConfigurationError(
+                "--async-delay-compensation needs the mean gradient before the norm is taken, and "
+                "--calculate-per-token-loss knows it only afterwards; drop one of them"
+            )
         with self.trace.span("begin update", batch=self.next_update):
             self.gradients.start_reduction()
             # The scheduler moves on before the step runs: the update keeps the values of its own batch.
@@ -186,12 +220,15 @@ class DeferredStep:
         self._is_taken = True
         # The norm counts the gradient of a tied weight, so its sum over both stages comes first.
         gradient = None if self._tied_weight is None else self.gradients.of(self._tied_weight)
+        if self.delay_compensation:
+            # Out here: if a version is still being gathered, the computation that reads it next has to wait for it too.
+            self._find_uncompensated()
         with self._side(after_computation=True):
             if gradient is None:
                 self._start_agreement()
                 return
             self._tied_work = dist.all_reduce(gradient, group=self._tied_group, async_op=True)
-            if self._side.is_real:
+            if self._side.is_real or self._waits_for_tied:
                 self._join_tied()
 
     def _join_tied(self) -> None:
@@ -200,7 +237,22 @@ class DeferredStep:
             self._tied_work = None
             self._start_agreement()
 
+    def _find_uncompensated(self) -> None:
+        """Note the gradients whose weights have changed since, with the weights of this batch and the newest.
+
+        The pending update is number k, so the newest version is x_k: update k-1 was complete before this one began.
+        """
+        assert self._pending is not None
+        newest, read = self.versions.tensors(self.versions.newest), self.versions.tensors_read(self._pending)
+        for master, i in zip(self.masters, self._positions, strict=True):
+            gradient = self.gradients.of(master.parameter)
+            if newest[i] is not read[i] and gradient is not None:
+                self._uncompensated.append((gradient, master.part_of(newest[i]), master.part_of(read[i])))
+
     def _start_agreement(self) -> None:
+        for gradient, newest, read in self._uncompensated:
+            compensate_delay_(gradient, newest, read, self.delay_compensation)
+        self._uncompensated.clear()
         self.gradients.attach()
         gradients = [g for base in base_optimizers(self.optimizer) for g in base.get_grads_for_grad_norm()]
         self.gradients.detach()
@@ -231,19 +283,34 @@ class DeferredStep:
         return agreed.norm * float(scale)
 
     def _step(self, norm: float) -> None:
-        versions, masters = self.versions, self.masters
+        versions = self.versions
         version = versions.newest + 1
-        before = [m.weight.clone() for m in masters] if self.ef_coefficient else None
+        buffers = versions.begin_write(version)
+        targets = [m.part_of(buffers[i]) for m, i in zip(self.masters, self._positions, strict=True)]
+        weights = [m.weight for m in self.masters]
+        kept = keep_masters(weights, targets) if self.ef_coefficient else None
+        with self._values_of_the_batch():
+            self._step_masters(norm)
+            if self._prediction is not None:
+                self._prediction.write(targets)
+            elif kept is not None:
+                coefficients = [self.ef_coefficient * delay for delay in self._delays]
+                write_corrected_weights(kept, weights, coefficients, targets)
+            elif targets:
+                torch._foreach_copy_(targets, weights)
+        gather = self._parameter_gather
+        versions.end_write(version, gather.start(versions.flat_buffers_to_write()) if gather else ())
+
+    def _step_masters(self, norm: float) -> None:
         self.gradients.attach()
         self._clip(norm)
-        values = self._exchange_schedule(self._schedule)
         # The inner optimizers, not Megatron's `step_with_ready_grads`: that also copies the masters into the weights
         # that the model computes with, and gathers those; here they go to the buffers of the new version.
-        in_place = [m for m in masters if m.steps_in_place]
+        in_place = [m for m in self.masters if m.steps_in_place]
         bound = [m.parameter.data for m in in_place]
         try:
             # No graph reads the masters: the versions that autograd compares may stay as they are.
-            with _unsafe_preserve_version_counter(tuple(m.optimized for m in masters if m.shares_version_counter)):
+            with _unsafe_preserve_version_counter(tuple(m.optimized for m in self.masters if m.shares_version_counter)):
                 for master in in_place:
                     master.parameter.data = master.weight
                 for base in base_optimizers(self.optimizer):
@@ -252,23 +319,7 @@ class DeferredStep:
         finally:
             for master, data in zip(in_place, bound, strict=True):
                 master.parameter.data = data
-            self._exchange_schedule(values)
             self.gradients.detach()
-        self._write(version, before)
-
-    def _write(self, version: int, before: list[torch.Tensor] | None) -> None:
-        """Write the model weights of a new version from the masters: x = z, or x = z - c u with error feedback."""
-        buffers = self.versions.begin_write(version)
-        targets = [m.part_of(buffers[i]) for m, i in zip(self.masters, self._positions, strict=True)]
-        weights = [m.weight for m in self.masters]
-        if before is not None:
-            for old, weight in zip(before, weights, strict=True):
-                calculate_error_feedback(old, weight, self.ef_coefficient, out=old)
-            weights = before
-        if targets:
-            torch._foreach_copy_(targets, weights)
-        gather = self._parameter_gather
-        self.versions.end_write(version, gather.start(self.versions, version) if gather is not None else ())
 
     def _clip(self, norm: float) -> None:
         for base in base_optimizers(self.optimizer):
@@ -278,6 +329,15 @@ class DeferredStep:
     def _current_schedule(self) -> list[tuple[float, float]]:
         """Learning rate and weight decay of every group."""
         return [(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
+
+    @contextmanager
+    def _values_of_the_batch(self) -> Iterator[None]:
+        """Learning rate and weight decay of the batch that the pending update belongs to."""
+        values = self._exchange_schedule(self._schedule)
+        try:
+            yield
+        finally:
+            self._exchange_schedule(values)
 
     def _exchange_schedule(self, values: list[tuple[float, float]]) -> list[tuple[float, float]]:
         """Set learning rate and weight decay of every group, and return what stood there."""

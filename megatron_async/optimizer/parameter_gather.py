@@ -1,5 +1,6 @@
 """All-gathers the shards of a new weight version over data-parallel replicas, in the background."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_async.optimizer.gradients import ddp_buffers
-from megatron_async.pipeline.weight_versions import WeightVersions
+from megatron_async.pipeline.weight_versions import Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +36,15 @@ class ParameterGather:
             if buffer.data_parallel_world_size > 1
         ]
 
-    def start(self, versions: WeightVersions, version: int) -> list[dist.Work]:
-        """Start gathering the flat buffers that version ``version`` is being written into.
+    def start(self, flat: Sequence[torch.Tensor]) -> list[dist.Work]:
+        """Start gathering flat buffers of which this rank has written its shards.
+
+        Args:
+            flat: Laid out as the model's own buffers.
 
         Returns:
-            What has to be waited for before the version may be read.
+            What has to be waited for before they may be read.
         """
-        flat = versions.flat_buffers(version)
         works = []
         for bucket in self._buckets:
             whole = flat[bucket.buffer][bucket.start : bucket.end]
@@ -57,34 +60,22 @@ def parameter_buffers(model: Any) -> list[Any]:
     return [buffer for buffer in ddp_buffers(model) if buffer.param_data is not None]
 
 
-def make_second_version(model: Any, parameters: list[torch.nn.Parameter]) -> "Copies":
-    """A second set of storage for the weights, laid out as the first: flat buffers where Megatron has them.
+def make_copies(model: Any, parameters: list[torch.nn.Parameter], count: int) -> list[Storage]:
+    """Further sets of storage for the weights, laid out as the first: flat buffers where Megatron has them.
 
     Args:
         model: The DDP-wrapped model.
         parameters: Its trainable parameters.
+        count: How many sets.
     """
+    return [_copy(model, parameters) for _ in range(count)]
+
+
+def _copy(model: Any, parameters: list[torch.nn.Parameter]) -> Storage:
     views: dict[torch.nn.Parameter, torch.Tensor] = {}
-    current, second = [], []
+    flat = []
     for buffer in parameter_buffers(model):
-        current.append(buffer.param_data)
-        second.append(buffer.param_data.clone())
+        flat.append(buffer.param_data.clone())
         for parameter, (start, end, _) in buffer.param_index_map.items():
-            views[parameter] = second[-1][start:end].view(parameter.shape)
-    tensors = [views[p] if p in views else p.data.clone() for p in parameters]
-    return Copies(tensors, current, second)
-
-
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """A second set of storage for the weights.
-
-    Attributes:
-        tensors: One a parameter, holding what the parameter holds.
-        current: The flat buffers that the parameters lie in.
-        second: The flat buffers that ``tensors`` lie in.
-    """
-
-    tensors: list[torch.Tensor]
-    current: list[torch.Tensor]
-    second: list[torch.Tensor]
+            views[parameter] = flat[-1][start:end].view(parameter.shape)
+    return Storage([views[p] if p in views else p.data.clone() for p in parameters], flat)

@@ -58,7 +58,6 @@ class _InFlight:
 
     batch: int
     microbatch: int
-    version: int
     input_tensor: torch.Tensor | None
     output_tensor: torch.Tensor
 
@@ -81,7 +80,7 @@ class PipelineExecutor:
         versions: The weight versions of this stage.
         communicator: Messages with the neighbours.
         updates: The deferred optimizer step.
-        observer: Called with every action after it ran, and the weight version that it bound; for audits.
+        observer: Called with every action after it ran, while the parameters point at what it read; for audits.
         trace: Where the times of the actions go.
     """
 
@@ -94,7 +93,7 @@ class PipelineExecutor:
         versions: WeightVersions,
         communicator: StageCommunicator,
         updates: Updates,
-        observer: Callable[[Action, int], None] | None = None,
+        observer: Callable[[Action], None] | None = None,
         trace: Trace = NO_TRACE,
     ) -> None:
         self.model = model
@@ -172,7 +171,7 @@ class PipelineExecutor:
             if action.op not in self._sent_next:
                 self.updates.poll()
             if self.observer is not None:
-                self.observer(action, self.versions.bound)
+                self.observer(action)
         self._filled = next_microbatches is not None
         self._microbatches.pop(batch)
         self.tokens = self._tokens.pop(batch, None)
@@ -183,7 +182,7 @@ class PipelineExecutor:
         """Throw the prefetched forwards away; their data have to be read again."""
         self.communicator.discard()
         for flight in self._in_flight:
-            self.versions.release(flight.version)
+            self.versions.release(flight.batch)
         self._in_flight.clear()
         self._losses.clear()
         self._tokens.clear()
@@ -205,7 +204,7 @@ class PipelineExecutor:
             with self._span("receive wait", action):
                 input_tensor = self.communicator.receive_activation()
         with self._span("forward", action):
-            self.versions.acquire(action.version)
+            self.versions.acquire(action.batch)
             output_tensor, tokens = forward_step(
                 self._context.forward_step_func,
                 self._context.data_iterator,
@@ -221,7 +220,7 @@ class PipelineExecutor:
         if self.schedule.is_last:
             counted = self._tokens.get(action.batch)
             self._tokens[action.batch] = tokens if counted is None else counted + tokens
-        self._in_flight.append(_InFlight(action.batch, action.microbatch, action.version, input_tensor, output_tensor))
+        self._in_flight.append(_InFlight(action.batch, action.microbatch, input_tensor, output_tensor))
 
     def _send_activation(self, action: Action) -> None:
         output_tensor = self._in_flight[-1].output_tensor
@@ -240,9 +239,9 @@ class PipelineExecutor:
         is_last_of_batch = action.microbatch == self._microbatches[action.batch] - 1
         with self._span("backward", action), self._no_sync(is_last_of_batch):
             # The parameters may be bound to the other version by now: an operator that saved the leaf would use that.
-            self.versions.bind(flight.version)
+            self.versions.bind(flight.batch)
             self._gradient_to_send = backward_step(flight.input_tensor, flight.output_tensor, gradient, self.config)
-        self.versions.release(flight.version)
+        self.versions.release(flight.batch)
 
     def _no_sync(self, is_last_of_batch: bool) -> contextlib.AbstractContextManager[Any]:
         """Megatron's hooks of ``--overlap-grad-reduce`` start reductions in the last backward of a batch only."""

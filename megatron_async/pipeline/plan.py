@@ -6,11 +6,12 @@ the simulator times it, the tests audit it, and pictures are drawn from it. Noth
 Symbols, as in the papers: ``p`` stages, ``s`` this stage, ``m`` microbatches a batch, batches ``k = 0, 1, 2, ...``.
 Weight version ``v`` is x_v; update ``k`` makes x_{k+1}.
 
-To add a schedule: write a subclass of :class:`Schedule` that yields the actions of one step, and register it in
-:data:`SCHEDULES`. The executor needs no change.
+To add a schedule: write a subclass of :class:`Schedule` that yields the actions of one step, or one of
+:class:`DelayedWeights` that says how old the weights are that a stage reads, and register it in :data:`SCHEDULES`. The
+executor needs no change.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -75,25 +76,42 @@ class Step:
 class Schedule:
     """Generates the actions of one stage, step by step.
 
+    Attributes:
+        delays: Delay in updates of the weights that are read, one of each stage that this stage stands for: its own,
+            or, where it simulates a pipeline alone, those of all simulated stages.
+
     Args:
         stages: Number of pipeline stages p, at least 1.
         stage: This stage s, 0 <= s < p.
         warmup_factor: See ``--async-warmup-factor``.
+        simulated_stages: Number of stages of the pipeline whose delays a single stage reproduces; needs ``stages`` 1.
 
     Raises:
         ValueError: If an argument is out of range.
     """
 
-    def __init__(self, stages: int, stage: int, warmup_factor: int = 1) -> None:
+    def __init__(self, stages: int, stage: int, warmup_factor: int = 1, simulated_stages: int = 1) -> None:
         if stages < 1:
             raise ValueError(f"stages must be at least 1, got {stages}")
         if not 0 <= stage < stages:
             raise ValueError(f"stage must be in 0..{stages - 1}, got {stage}")
         if warmup_factor not in (1, 2):
             raise ValueError(f"warmup_factor must be 1 or 2, got {warmup_factor}")
+        if simulated_stages < 1 or (simulated_stages > 1 and stages > 1):
+            raise ValueError(f"{stages} stages cannot simulate {simulated_stages}: only a single stage simulates others")
         self.stages = stages
         self.stage = stage
         self.warmup_factor = warmup_factor
+        self.delays = (
+            tuple(self.delay_of(s, simulated_stages) for s in range(simulated_stages))
+            if simulated_stages > 1
+            else (self.delay_of(stage, stages),)
+        )
+
+    @staticmethod
+    def delay_of(stage: int, stages: int) -> int:
+        """Delay D, in updates, of the weights that a stage of ``stages`` reads: batch k reads x_{max(k-D, 0)}."""
+        raise NotImplementedError
 
     @property
     def is_first(self) -> bool:
@@ -105,12 +123,16 @@ class Schedule:
         """Whether this stage computes the loss."""
         return self.stage == self.stages - 1
 
-    def in_flight(self) -> int:
-        """Largest number of microbatches whose activations this stage holds at once."""
-        raise NotImplementedError
+    def some_stage_waits(self) -> bool:
+        """Whether a stage of the pipeline reads weights that the update before has just made, and so waits for it."""
+        return any(self.delay_of(stage, self.stages) == 0 for stage in range(self.stages))
 
     def version_read(self, batch: int) -> int:
-        """Weight version that forwards and backwards of ``batch`` read on this stage."""
+        """Weight version that forwards and backwards of ``batch`` read: the oldest one, where delays are simulated."""
+        return read_version(batch, max(self.delays))
+
+    def in_flight(self) -> int:
+        """Largest number of microbatches whose activations this stage holds at once."""
         raise NotImplementedError
 
     def unconfirmed_gradients(self) -> int:
@@ -126,12 +148,17 @@ class Schedule:
         raise NotImplementedError
 
 
-class TwoBufferedWeights(Schedule):
-    """``2bw-async``: PipeDream-2BW without a flush or a barrier between batches.
+def read_version(batch: int, delay: int) -> int:
+    """Weight version that a batch reads under a delay of so many updates: x_{max(k-D, 0)}."""
+    return max(batch - delay, 0)
 
-    When step k starts, the first w forwards of batch k have already run, w = factor * (p-1-s). Then, for
-    i = 0 ... m-1, a forward (of batch k while there are any, afterwards of batch k+1) and the backward of microbatch i
-    of batch k. Batch k reads x_{max(k-1, 0)} on every stage, forward and backward.
+
+class DelayedWeights(Schedule):
+    """Stages that read weights of a fixed age and run ahead of the batch as far as that age allows.
+
+    A stage whose weights are at least one update old prefetches: when step k starts, the first w forwards of batch k
+    have already run, w = factor * (p-1-s). Then, for i = 0 ... m-1, a forward (of batch k while there are any,
+    afterwards of batch k+1) and the backward of microbatch i of batch k. No flush, no barrier.
 
     The gradients of batch k-1 leave the accumulation buffer just before the first backward of batch k accumulates
     there; their reduction over data-parallel replicas has the time of the forward in between. The update k-1 can be
@@ -139,11 +166,11 @@ class TwoBufferedWeights(Schedule):
     must be at slot m-w, whose forward is the first to read the result. The middle is planned: half of the slack is for
     the all-gather of the norm before it, half for that of the new weights after it. With m = p there is no slack.
 
-    Receives are posted one use ahead. At the end of a step, only those are outstanding whose messages are sent within
-    the same step, so that a training loop that stops between two steps leaves nothing behind.
+    A stage of delay 0 reads weights that the update before has just made. It completes that update, and so waits for
+    all stages, before its first forward of a batch, and runs its w forwards ahead within the batch, as 1F1B does.
 
-    Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (2BW), arXiv 2006.09503; the deferral of
-    the update is this project's (docs/schedule.md).
+    Receives are posted one use ahead. At the end of a step, those are outstanding whose messages are sent within the
+    same step, and all of those, so that a training loop that stops between two steps leaves nothing behind.
     """
 
     @property
@@ -151,21 +178,28 @@ class TwoBufferedWeights(Schedule):
         """Forwards that run ahead of the first backward, w."""
         return self.warmup_factor * (self.stages - 1 - self.stage)
 
+    @property
+    def prefetch(self) -> int:
+        """Forwards of the next batch that run in a step."""
+        return self.warmup if self._prefetches(self.stage) else 0
+
+    @property
+    def waits_for_update(self) -> bool:
+        """Whether a batch reads what the update of the batch before has made."""
+        return min(self.delays) == 0
+
     def in_flight(self) -> int:
         """Largest number of microbatches whose activations this stage holds at once: w + 1."""
         return self.warmup + 1
 
-    def version_read(self, batch: int) -> int:
-        """x_{max(k-1, 0)}: exactly one update old, whatever p."""
-        return max(batch - 1, 0)
-
     def unconfirmed_gradients(self) -> int:
-        """Sent gradients that the stage before may not have received when the next one is sent, and that one: f + 1.
+        """Sent gradients that the stage before may not have received when the next one is sent, and that one.
 
-        The stage has run forward w + i when it sends gradient i. Its input was computed after the stage before, which
-        runs f forwards further ahead, had run backward i - f - 1.
+        f + 1 in the steady state: the stage has run forward w + i when it sends gradient i. Its input was computed
+        after the stage before, which runs f forwards further ahead, had run backward i - f - 1. A stage that does not
+        prefetch runs no forward beside its last w backwards, which nothing confirms.
         """
-        return self.warmup_factor + 1
+        return self.warmup_factor + 1 + (self.warmup - self.prefetch)
 
     def minimum_microbatches(self) -> int:
         """m >= p, or m >= 2p-1 with a doubled warm-up: w may not reach beyond the next batch."""
@@ -179,9 +213,9 @@ class TwoBufferedWeights(Schedule):
         """
         for m in (step.microbatches, step.next_microbatches):
             if m is not None and m < self.minimum_microbatches():
-                raise ValueError(f"2bw-async needs at least {self.minimum_microbatches()} microbatches, got {m}")
+                raise ValueError(f"the schedule needs at least {self.minimum_microbatches()} microbatches, got {m}")
         forwards = self._forwards(step)
-        incoming = _Incoming(self._inputs(step, forwards), self.warmup_factor if step.filled else 0)
+        incoming = _Incoming(self._inputs(step, forwards), self._posted_ahead if step.filled else 0)
         pending = step.pending_update
         accumulated = pending
         completion = self._completion_slot(step.microbatches)
@@ -196,7 +230,11 @@ class TwoBufferedWeights(Schedule):
                 # After the send, which somebody waits for; long before the message is there.
                 yield from incoming.post_until(batch, microbatch, ahead=1)
 
-        fill = 0 if step.filled else self.warmup
+        if pending is not None and self.waits_for_update:
+            yield Action(Op.TAKE_GRADIENTS, pending)
+            yield self._complete(pending)
+            accumulated = pending = None
+        fill = self.warmup - (self.prefetch if step.filled else 0)
         for batch, microbatch in forwards[:fill]:
             yield from forward(batch, microbatch)
         queue = iter(forwards[fill:])
@@ -233,18 +271,74 @@ class TwoBufferedWeights(Schedule):
 
     def _forwards(self, step: Step) -> list[tuple[int, int]]:
         """(batch, microbatch) of the forwards of this step, in order."""
-        start = self.warmup if step.filled else 0
+        start = self.prefetch if step.filled else 0
         own = [(step.batch, i) for i in range(start, step.microbatches)]
-        prefetch = 0 if step.next_microbatches is None else self.warmup
+        prefetch = 0 if step.next_microbatches is None else self.prefetch
         return own + [(step.batch + 1, i) for i in range(prefetch)]
 
     def _inputs(self, step: Step, forwards: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """(batch, microbatch) of the stage inputs to receive for this step, and for the head of the next one."""
         inputs = list(forwards)
         if step.next_microbatches is not None:
-            # The stage before prefetches warmup_factor more than this one does: those messages are on their way.
-            inputs += [(step.batch + 1, self.warmup + i) for i in range(self.warmup_factor)]
+            inputs += [(step.batch + 1, self.prefetch + i) for i in range(self._posted_ahead)]
         return inputs
+
+    @property
+    def _posted_ahead(self) -> int:
+        """Inputs of the next batch that the stage before sends in a step and this one does not use in it."""
+        if self.is_first or not self._prefetches(self.stage - 1):
+            return 0
+        return self.warmup + self.warmup_factor - self.prefetch
+
+    def _prefetches(self, stage: int) -> bool:
+        # The last stage of a pipeline has nothing to run ahead of, whatever its delay.
+        return self.delay_of(stage, self.stages) > 0 or stage == self.stages - 1
+
+
+class TwoBufferedWeights(DelayedWeights):
+    """``2bw-async``: PipeDream-2BW without a flush or a barrier between batches.
+
+    Batch k reads x_{max(k-1, 0)} on every stage, forward and backward: exactly one update old, whatever p.
+
+    Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (2BW), arXiv 2006.09503; the deferral of
+    the update is this project's (docs/schedule.md).
+    """
+
+    @staticmethod
+    def delay_of(stage: int, stages: int) -> int:
+        """1 on every stage."""
+        return 1
+
+
+class PipeDream(DelayedWeights):
+    """``pipedream``: weights of stage s are p-1-s updates old, in forward and backward (weight stashing).
+
+    For comparison. It keeps p-s versions on stage s. The last stage reads the newest weights: with one update a batch
+    and a norm of all stages it has to wait for them, which costs a part of the bubble.
+
+    Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019; there a batch
+    is one microbatch.
+    """
+
+    @staticmethod
+    def delay_of(stage: int, stages: int) -> int:
+        """p-1-s."""
+        return stages - 1 - stage
+
+
+class WPipe(DelayedWeights):
+    """``wpipe``: two groups of stages; weights of the first half are one update old, those of the second are new.
+
+    For comparison of what is learned. In the paper every device holds a part of both groups, so that one group works
+    while the other waits; here a device holds one stage, and the second group waits as 1F1B does.
+
+    Source: Yang et al., "Group-based Interleaved Pipeline Parallelism for Large-scale DNN Training" (WPipe), ICLR 2022.
+    """
+
+    @staticmethod
+    def delay_of(stage: int, stages: int) -> int:
+        """1 on the first p // 2 stages, 0 on the others."""
+        return 1 if stage < stages // 2 else 0
 
 
 class _Incoming:
@@ -269,11 +363,13 @@ class _Incoming:
             yield Action(Op.RECEIVE_ACTIVATION, batch, microbatch)
 
 
-SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {"2bw-async": TwoBufferedWeights}
-"""Schedules by the name that ``--pipeline-schedule`` takes: (stages, stage, warmup_factor) -> Schedule."""
+SCHEDULES: dict[str, type[Schedule]] = {"2bw-async": TwoBufferedWeights, "pipedream": PipeDream, "wpipe": WPipe}
+"""Schedules by the name that ``--pipeline-schedule`` takes."""
 
 
-def make_schedule(name: str, stages: int, stage: int, warmup_factor: int = 1) -> Schedule:
+def make_schedule(
+    name: str, stages: int, stage: int, warmup_factor: int = 1, simulated_stages: int = 1
+) -> Schedule:
     """The schedule registered under ``name``, for one stage.
 
     Raises:
@@ -281,7 +377,7 @@ def make_schedule(name: str, stages: int, stage: int, warmup_factor: int = 1) ->
     """
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}, choose one of {sorted(SCHEDULES)}")
-    return SCHEDULES[name](stages, stage, warmup_factor)
+    return SCHEDULES[name](stages, stage, warmup_factor, simulated_stages)
 
 
 def run_steps(microbatches: list[int]) -> Iterator[Step]:

@@ -12,11 +12,12 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_pg_size
 
+from megatron_async.delay.simulate import stages_of_parameters
 from megatron_async.observe.trace import NO_TRACE, Trace
 from megatron_async.optimizer.deferred_step import DeferredStep, UpdateResult
 from megatron_async.optimizer.gradients import Gradients
 from megatron_async.optimizer.masters import covered_parameters, find_masters
-from megatron_async.optimizer.parameter_gather import ParameterGather, make_second_version
+from megatron_async.optimizer.parameter_gather import ParameterGather, make_copies, parameter_buffers
 from megatron_async.pipeline.communication import StageCommunicator
 from megatron_async.pipeline.executor import BatchContext, PipelineExecutor
 from megatron_async.pipeline.plan import Action, make_schedule
@@ -33,6 +34,7 @@ class PipelineOptions:
         ef_coefficient: c of the error feedback, 0 for none.
         timeout: Timeout of the process groups made here; None for PyTorch's default.
         per_token: Whether gradients are divided by the tokens of the batch (``--calculate-per-token-loss``).
+        simulated_stages: Number of stages of the pipeline whose delays this one stage reproduces.
     """
 
     schedule: str = "2bw-async"
@@ -40,6 +42,7 @@ class PipelineOptions:
     ef_coefficient: float = 0.0
     timeout: timedelta | None = None
     per_token: bool = False
+    simulated_stages: int = 1
 
 
 class AsyncPipeline:
@@ -55,12 +58,12 @@ class AsyncPipeline:
         optimizer: Its Megatron optimizer.
         pg_collection: Megatron's process groups; ``pp``, ``tp``, ``cp``, ``embd`` and ``dp_cp`` are used.
         options: How to run.
-        observer: Called with every executed action and the weight version bound after it.
+        observer: Called with every executed action, while the parameters point at what it read.
         trace: Where the times of all actions go.
 
     Raises:
         TypeError: If the optimizer's masters have a form that is not supported.
-        ValueError: If a trainable parameter has no optimizer.
+        ValueError: If a trainable parameter has no optimizer, or no place in a simulated pipeline.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class AsyncPipeline:
         optimizer: Any,
         pg_collection: Any,
         options: PipelineOptions,
-        observer: Callable[[Action, int], None] | None = None,
+        observer: Callable[[Action], None] | None = None,
         trace: Trace = NO_TRACE,
     ) -> None:
         self.model = model
@@ -78,12 +81,20 @@ class AsyncPipeline:
         self.pg_collection = pg_collection
         self.config = get_model_config(model)
         pp_group = pg_collection.pp
-        self.schedule = make_schedule(options.schedule, pp_group.size(), pp_group.rank(), options.warmup_factor)
-        parameters = _trainable_parameters(model, optimizer)
+        self.schedule = make_schedule(
+            options.schedule, pp_group.size(), pp_group.rank(), options.warmup_factor, options.simulated_stages
+        )
+        named = _trainable_parameters(model, optimizer)
+        parameters = list(named.values())
         masters = find_masters(optimizer)
-        copies = make_second_version(model, parameters)
+        delays = self._delays(list(named))
+        sharded = [buffer.param_data for buffer in parameter_buffers(model)]
         self.versions = WeightVersions(
-            parameters, second=copies.tensors, flat=(copies.current, copies.second), trace=trace
+            parameters,
+            delays,
+            copies=make_copies(model, parameters, max(delays)) if sharded else None,
+            flat=sharded,
+            trace=trace,
         )
         self.communicator = StageCommunicator(
             pp_group,
@@ -102,10 +113,12 @@ class AsyncPipeline:
             masters=masters,
             versions=self.versions,
             gradients=gradients,
-            parameter_gather=ParameterGather(model) if copies.second else None,
+            parameter_gather=ParameterGather(model) if sharded else None,
             everyone=everyone,
             tied_weight=tied_weight,
             tied_group=tied_group,
+            waits_for_tied=self.schedule.some_stage_waits(),
+            delays=delays,
             ef_coefficient=options.ef_coefficient,
             timeout=options.timeout,
             trace=trace,
@@ -177,7 +190,7 @@ class AsyncPipeline:
     def bind_newest(self) -> None:
         """Complete the pending update and let the model hold the newest weights, for an evaluation or a checkpoint."""
         self.complete()
-        self.versions.bind(self.versions.newest)
+        self.versions.bind_newest()
 
     def close(self) -> None:
         """Give the process groups back. Prefetched forwards are thrown away."""
@@ -186,6 +199,13 @@ class AsyncPipeline:
         self.updates.close()
         # The class's own method comes back into sight.
         del self.model.zero_grad_buffer
+
+    def _delays(self, names: list[str]) -> list[int]:
+        """Delay of each parameter, in updates."""
+        delays = self.schedule.delays
+        if len(delays) == 1:
+            return [delays[0]] * len(names)
+        return [delays[stage] for stage in stages_of_parameters(names, self.config.num_layers, len(delays))]
 
     def _finalize_gradients(self) -> None:
         """Megatron's own finalization, less the reduction of tied weights across stages, which would block."""
@@ -206,7 +226,7 @@ def _do_nothing() -> None:
     """Stands for the model's ``zero_grad_buffer``."""
 
 
-def _trainable_parameters(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.Parameter]:
+def _trainable_parameters(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.nn.Parameter]:
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     covered = covered_parameters(optimizer)
     missing = [name for name, p in trainable.items() if p not in covered]
@@ -214,7 +234,7 @@ def _trainable_parameters(model: torch.nn.Module, optimizer: Any) -> list[torch.
         raise ValueError(f"no optimizer updates {missing[0]} and {len(missing) - 1} other trainable parameter(s)")
     if not trainable:
         raise ValueError("a pipeline stage without trainable parameters is not supported by 2bw-async")
-    return list(trainable.values())
+    return trainable
 
 
 def _find_tied_weight(

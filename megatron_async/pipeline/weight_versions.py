@@ -1,135 +1,200 @@
 """The weight-stashing policy: which version of the weights is bound to the model, and who may write one.
 
-Two buffers hold the versions x_{k-1} and x_k. A parameter is *bound* to one of them by pointing ``param.data`` at it.
-Autograd does not make that safe by itself, and the two ways an operator can remember a weight differ: one that saves
-the *leaf* (Megatron's own linear layers) sees whatever the parameter is bound to when its backward runs, one that saves
-a *view* (``F.linear`` on CPU keeps ``weight.t()``) keeps the old storage. Hence the two rules of this module: bind the
-version of the forward again before its backward, and never write a buffer that a live graph reads.
+A parameter with a delay of D updates is read by batch k as x_{max(k-D, 0)}, in forward and backward, and has D+1
+buffers: two under 2bw-async. It is *bound* to one of them by pointing ``param.data`` at it. Autograd does not make that
+safe by itself, and the two ways an operator can remember a weight differ: one that saves the *leaf* (Megatron's own
+linear layers) sees whatever the parameter is bound to when its backward runs, one that saves a *view* (``F.linear`` on
+CPU keeps ``weight.t()``) keeps the old storage. Hence the two rules of this module: bind the version of the forward
+again before its backward, and never write a buffer that a live graph reads.
 """
 
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megatron_async.observe.trace import NO_TRACE, Trace
+from megatron_async.pipeline.plan import read_version
 
-
-@dataclass(slots=True)
-class _Version:
+@dataclass(frozen=True, slots=True)
+class Storage:
     """Storage of one version.
 
     Attributes:
-        tensors: One a parameter.
-        flat: The contiguous buffers that they are views of, where Megatron has such.
-        readers: Live graphs that read it.
-        arriving: What is still being gathered into it.
+        tensors: One a parameter; those of parameters that have no such version are not used.
+        flat: The contiguous buffers that the tensors are views of, where Megatron has such.
     """
 
-    tensors: list[torch.Tensor]
-    flat: list[torch.Tensor]
-    readers: int = 0
-    arriving: Sequence[dist.Work] = field(default_factory=tuple)
+    tensors: Sequence[torch.Tensor]
+    flat: Sequence[torch.Tensor] = ()
+
+
+class _Line:
+    """The parameters of one delay, and their D+1 sets of buffers, newest first."""
+
+    def __init__(self, delay: int, parameters: Sequence[torch.nn.Parameter], buffers: Iterable[Storage]) -> None:
+        self.delay = delay
+        self.parameters = parameters
+        self.buffers = deque(buffers)
+        self.bound: Sequence[torch.Tensor] = self.buffers[0].tensors
+
+    def at(self, version: int, newest: int) -> Sequence[torch.Tensor]:
+        if not newest - self.delay <= version <= newest:
+            kept = list(range(newest - self.delay, newest + 1))
+            raise KeyError(f"weight version {version} is not in memory, only {kept}")
+        return self.buffers[newest - version].tensors
+
+    def bind(self, tensors: Sequence[torch.Tensor]) -> None:
+        if tensors is self.bound:
+            return
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            parameter.data = tensor
+        self.bound = tensors
 
 
 class WeightVersions:
-    """Two versions of the weights of one stage, exactly.
+    """The versions of the weights of one stage, as many as their delays need and no more.
 
-    Every parameter has two buffers of its own dtype and shape. The first is the storage that the parameter had when
+    Every parameter has D+1 buffers of its own dtype and shape. The first is the storage that the parameter had when
     this object was made, so that nothing that was loaded or initialized moves.
 
     Attributes:
-        newest: Number of the newest version, v.
-        bound: Number of the version that the parameters point at, v or v-1.
+        parameters: The parameters.
+        delays: D of each.
+        newest: Number of the newest version, v. A parameter has the versions v-D to v.
 
     Args:
-        parameters: The trainable parameters of the stage, each once. Their current values become version ``newest``
-            and, as a copy, version ``newest - 1``.
-        newest: Number of the version that the parameters hold now.
-        second: Storage of the copy, one tensor a parameter that holds its values; None to allocate it.
-        flat: The contiguous buffers that the parameters are views of, and those of ``second``; none by default.
+        parameters: The trainable parameters of the stage, each once. Their current values are version 0 and, as
+            copies, the versions before it.
+        delays: D of each parameter; 1 for all by default.
+        copies: Storage of the copies, one for each further buffer, which holds the values of the parameters; None to
+            allocate it.
+        flat: The contiguous buffers that the parameters are views of; none by default.
         trace: Where the time goes that a version is waited for.
 
     Raises:
-        ValueError: If a parameter appears twice.
+        ValueError: If a parameter appears twice, or the copies are not as many as the delays need.
     """
 
     def __init__(
         self,
         parameters: Iterable[torch.nn.Parameter],
-        newest: int = 0,
+        delays: Sequence[int] | None = None,
         *,
-        second: list[torch.Tensor] | None = None,
-        flat: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], []),
+        copies: Sequence[Storage] | None = None,
+        flat: Sequence[torch.Tensor] = (),
         trace: Trace = NO_TRACE,
     ) -> None:
         self.parameters = list(parameters)
         if len({id(p) for p in self.parameters}) != len(self.parameters):
             raise ValueError("a parameter appears twice: tied weights must be given once")
+        self.delays = [1] * len(self.parameters) if delays is None else list(delays)
+        self.newest = 0
+        deepest = max(self.delays, default=0)
         # `.data` and not `.detach()`: writes to a buffer must not count as in-place changes of the parameter, whose
         # version counter autograd compares. This module's own bookkeeping takes the place of that check.
-        current = [p.data for p in self.parameters]
-        if second is None:
-            second = [t.clone() for t in current]
-        self._versions = {newest: _Version(current, flat[0]), newest - 1: _Version(second, flat[1])}
-        self.newest = newest
-        self.bound = newest
+        storages = [Storage([p.data for p in self.parameters], flat)]
+        if copies is None:
+            copies = [self._copy(storages[0], version) for version in range(1, deepest + 1)]
+        storages += copies
+        if len(storages) != deepest + 1:
+            raise ValueError(f"{len(copies)} copies for delays of up to {deepest} updates")
+        self._lines: list[_Line] = []
+        self._positions: list[list[int]] = []
+        for delay in sorted(set(self.delays)):
+            positions = [i for i, d in enumerate(self.delays) if d == delay]
+            mine = [Storage([s.tensors[i] for i in positions], s.flat) for s in storages[: delay + 1]]
+            self._lines.append(_Line(delay, [self.parameters[i] for i in positions], mine))
+            self._positions.append(positions)
+        self._home = storages[0].tensors
+        self._live: Counter[int] = Counter()
+        self._arriving: dict[int, Sequence[dist.Work]] = {}
         self._trace = trace
+
+    def _copy(self, storage: Storage, version: int) -> Storage:
+        """A copy of the tensors that have a buffer number ``version``."""
+        return Storage([t.clone() if version <= d else t for t, d in zip(storage.tensors, self.delays, strict=True)])
 
     def tensors(self, version: int) -> list[torch.Tensor]:
         """The buffers of ``version``, in the order of :attr:`parameters`. Read them; writing has its own door.
 
         Raises:
-            KeyError: If that version is not in memory.
+            KeyError: If that version of a parameter is not in memory.
         """
-        found = self._find(version)
-        if found.arriving:
+        return self._merge([self._at(line, version) for line in self._lines])
+
+    def tensors_read(self, batch: int) -> list[torch.Tensor]:
+        """The buffers that ``batch`` reads, in the order of :attr:`parameters`.
+
+        Raises:
+            KeyError: If a version is not in memory.
+        """
+        return self._merge([self._at(line, read_version(batch, line.delay)) for line in self._lines])
+
+    def _at(self, line: _Line, version: int) -> Sequence[torch.Tensor]:
+        found = line.at(version, self.newest)
+        if version in self._arriving:
             with self._trace.span("parameter wait", version=version):
-                for work in found.arriving:
+                for work in self._arriving.pop(version):
                     work.wait()
-            found.arriving = ()
-        return found.tensors
+        return found
 
-    def flat_buffers(self, version: int) -> list[torch.Tensor]:
-        """The contiguous buffers of ``version`` (newest + 1: of the version that is being written).
+    def _merge(self, parts: list[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        merged = list(self._home)
+        for positions, part in zip(self._positions, parts, strict=True):
+            for i, tensor in zip(positions, part, strict=True):
+                merged[i] = tensor
+        return merged
 
-        Raises:
-            KeyError: If that version is not in memory.
-        """
-        return self._find(self.newest - 1 if version == self.newest + 1 else version).flat
+    def bind(self, batch: int) -> None:
+        """Point every parameter at the version that ``batch`` reads. Free if they do already."""
+        for line in self._lines:
+            line.bind(self._at(line, read_version(batch, line.delay)))
 
-    def _find(self, version: int) -> _Version:
-        if version not in self._versions:
-            raise KeyError(f"weight version {version} is not in memory, only {sorted(self._versions)}")
-        return self._versions[version]
+    def bind_newest(self) -> None:
+        """Point every parameter at its newest version. Free if they do already."""
+        for line in self._lines:
+            line.bind(self._at(line, self.newest))
 
-    def bind(self, version: int) -> None:
-        """Point every parameter at ``version``. Free if it is bound already."""
-        if version == self.bound:
-            return
-        for parameter, tensor in zip(self.parameters, self.tensors(version), strict=True):
-            parameter.data = tensor
-        self.bound = version
+    def bind_to(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Point the parameters at storage of the caller's, until another binding."""
+        for line, positions in zip(self._lines, self._positions, strict=True):
+            line.bind([tensors[i] for i in positions])
 
-    def acquire(self, version: int) -> None:
-        """Bind ``version`` for a forward whose graph will live until :meth:`release`."""
-        self.bind(version)
-        self._versions[version].readers += 1
-
-    def release(self, version: int) -> None:
-        """A backward has consumed its graph of ``version``.
+    def bound(self) -> list[int]:
+        """The version that each parameter points at, found by its storage.
 
         Raises:
-            RuntimeError: If no graph of that version is live.
+            RuntimeError: If one points at none of its versions.
         """
-        found = self._versions.get(version)
-        if found is None or found.readers < 1:
-            raise RuntimeError(f"no live graph reads weight version {version}")
-        found.readers -= 1
+        found = [0] * len(self.parameters)
+        for line, positions in zip(self._lines, self._positions, strict=True):
+            for number, (i, parameter) in enumerate(zip(positions, line.parameters, strict=True)):
+                storages = [s.tensors[number].data_ptr() for s in line.buffers]
+                if parameter.data_ptr() not in storages:
+                    raise RuntimeError("a parameter points at storage that is none of its versions")
+                found[i] = self.newest - storages.index(parameter.data_ptr())
+        return found
+
+    def acquire(self, batch: int) -> None:
+        """Bind the versions of ``batch`` for a forward whose graph will live until :meth:`release`."""
+        self.bind(batch)
+        self._live[batch] += 1
+
+    def release(self, batch: int) -> None:
+        """A backward has consumed its graph of ``batch``.
+
+        Raises:
+            RuntimeError: If no graph of that batch is live.
+        """
+        if self._live[batch] < 1:
+            raise RuntimeError(f"no live graph of batch {batch} reads the weights")
+        self._live[batch] -= 1
 
     def begin_write(self, version: int) -> list[torch.Tensor]:
-        """The buffers to write ``version`` = newest + 1 into: those of the version two before it.
+        """The buffers to write ``version`` = newest + 1 into: those of the oldest version of each parameter.
 
         The version that they held is gone from here on; :meth:`end_write` makes the new one readable.
 
@@ -138,21 +203,31 @@ class WeightVersions:
         """
         if version != self.newest + 1:
             raise RuntimeError(f"cannot write weight version {version}: the next one is {self.newest + 1}")
-        oldest = self.newest - 1
-        readers = self._versions[oldest].readers
+        # Batch k is the last to read x_{k-D}, whatever D: the buffers are free when all batches up to k are done.
+        readers = sum(count for batch, count in self._live.items() if batch <= self.newest)
         if readers:
             raise RuntimeError(
-                f"cannot write weight version {version} over version {oldest}: {readers} live graph(s) still read it"
+                f"cannot write weight version {version} over its predecessors: {readers} live graph(s) still read them"
             )
-        if self.bound == oldest:
-            self.bind(self.newest)
-        return self.tensors(oldest)
+        self._live = +self._live  # drops the batches that are done
+        oldest = []
+        for line in self._lines:
+            oldest.append(self._at(line, self.newest - line.delay))
+            if line.bound is oldest[-1]:
+                line.bind(self._at(line, self.newest))
+        return self._merge(oldest)
+
+    def flat_buffers_to_write(self) -> Sequence[torch.Tensor]:
+        """The contiguous buffers of the tensors that :meth:`begin_write` gives, where all delays are equal."""
+        (line,) = self._lines
+        return line.buffers[-1].flat
 
     def end_write(self, version: int, arriving: Sequence[dist.Work] = ()) -> None:
         """The buffers of :meth:`begin_write` now hold ``version``, as soon as ``arriving`` has been waited for."""
-        written = self._versions.pop(self.newest - 1)
-        written.arriving = arriving
-        self._versions[version] = written
+        for line in self._lines:
+            line.buffers.rotate(1)
+        if arriving:
+            self._arriving[version] = arriving
         self.newest = version
 
     def repeat_newest(self) -> None:
@@ -162,6 +237,16 @@ class WeightVersions:
         torch._foreach_copy_(target, self.tensors(self.newest))
         self.end_write(version)
 
+    def return_home(self, tensors: Sequence[torch.Tensor] | None = None) -> None:
+        """Leave values in the storage that the parameters had when this object was made, and bind that for good.
+
+        Args:
+            tensors: The values; None for the newest version.
+        """
+        values = self.tensors(self.newest) if tensors is None else tensors
+        torch._foreach_copy_(self._home, values)
+        self.bind_to(self._home)
+
     def nbytes(self) -> int:
-        """Bytes of both versions."""
-        return sum(t.numel() * t.element_size() for version in self._versions.values() for t in version.tensors)
+        """Bytes of all versions."""
+        return sum(t.numel() * t.element_size() for line in self._lines for s in line.buffers for t in s.tensors)

@@ -25,7 +25,7 @@ from tests.oracle import Oracle, OracleConfig, Record
 def oracle_records(case: Case) -> list[Record]:
     """The records of all updates."""
     config = OracleConfig(
-        schedule="2bw-async",
+        schedule=case.schedule,  # type: ignore[arg-type]
         ef_coefficient=case.ef,
         lr=lambda batch: learning_rate(case.optimizer, batch),
         dtype=getattr(torch, case.dtype),
@@ -35,15 +35,16 @@ def oracle_records(case: Case) -> list[Record]:
         **case.optimizer_settings,
     )
     oracle = Oracle(
-        build_stages(case.spec, case.stages),
+        build_stages(case.spec, case.oracle_stages),
         cross_entropy,
         config,
-        tied=tied_pairs(case.spec, case.stages),
+        tied=tied_pairs(case.spec, case.oracle_stages),
         # One rounding, as the pipeline adds the stages' norms; Megatron's all-reduce leaves the order to the backend.
         sum_across_stages=lambda squares: torch.tensor(math.fsum(s.item() for s in squares), dtype=torch.float64),
     )
     count = case.microbatches * case.replicas
-    return [oracle.step([case.microbatch(k, i) for i in range(count)]) for k in range(case.updates)]
+    records = [oracle.step([case.microbatch(k, i) for i in range(count)]) for k in range(case.updates)]
+    return [merged(record) for record in records] if case.simulated > 1 else records
 
 
 class PipelineStage(MegatronModule):
@@ -71,7 +72,7 @@ def build_pipeline(case: Case) -> tuple[AsyncPipeline, Any]:
     rank = parallel_state.get_pipeline_model_parallel_rank()
     dtype = getattr(torch, case.dtype)
     config = TransformerConfig(
-        num_layers=case.stages,
+        num_layers=len(case.spec.blocks),
         hidden_size=case.spec.hidden,
         num_attention_heads=2,
         pipeline_model_parallel_size=case.stages,
@@ -109,7 +110,13 @@ def build_pipeline(case: Case) -> tuple[AsyncPipeline, Any]:
     )
     for group in optimizer.param_groups:
         group["weight_decay"] *= group.get("wd_mult", 1.0)  # as Megatron's scheduler does
-    options = PipelineOptions(warmup_factor=case.warmup_factor, ef_coefficient=case.ef, per_token=case.per_token)
+    options = PipelineOptions(
+        schedule=case.schedule,
+        warmup_factor=case.warmup_factor,
+        ef_coefficient=case.ef,
+        per_token=case.per_token,
+        simulated_stages=case.simulated,
+    )
     return AsyncPipeline(model=model, optimizer=optimizer, pg_collection=groups, options=options), optimizer
 
 
@@ -151,6 +158,19 @@ def zero_unless(counts: bool, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if counts else torch.zeros_like(tensor)
 
 
+def merged(record: Record) -> Record:
+    """The record of all stages as that of a single one, which simulates them."""
+
+    def merge(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{name: value for stage in stages for name, value in stage.items()}]
+
+    return replace(
+        record,
+        **{field: merge(getattr(record, field)) for field in ("gradients", "newest", "read_next", "masters")},
+        optimizer_state=merge(record.optimizer_state),
+    )
+
+
 def expected(record: Record, stage: int) -> Labelled:
     """What the oracle says of one stage after an update, in a fixed order."""
     # What is not a number has many bit patterns: of a skipped update the norm, losses and gradients are left out.
@@ -164,7 +184,7 @@ def expected(record: Record, stage: int) -> Labelled:
         found += [
             (f"{name} gradient", zero_unless(counts, gradient)),
             (f"{name} newest", record.newest[stage][name]),
-            (f"{name} older", record.older[stage][name]),
+            (f"{name} read next", record.read_next[stage][name]),
             (f"{name} master", record.masters[stage][name]),
         ]
         state = record.optimizer_state[stage][name]
@@ -224,13 +244,14 @@ class Comparison:
     def __call__(self, result: Any) -> None:
         update, counts = result.update, not result.skipped
         versions = self.pipeline.versions
+        read_next = versions.tensors_read(update + 1)
         found: Labelled = [("norm", self._norm(result)), ("losses", self._losses(update, counts))]
         for name, i, parameter in self.parameters:
             gradient, master, state = self._optimizer_side(update, name, parameter)
             found += [
                 (f"{name} gradient", zero_unless(counts, gradient)),
                 (f"{name} newest", versions.tensors(update + 1)[i]),
-                (f"{name} older", versions.tensors(update)[i]),
+                (f"{name} read next", read_next[i]),
                 (f"{name} master", master),
             ]
             found += [(f"{name} {key}", state[key]) for key in sorted(state)]
@@ -385,7 +406,7 @@ def _no_rebinding(pipeline: AsyncPipeline) -> None:
     original = executor._handlers
 
     def backward(action: Any) -> None:
-        pipeline.versions.bind = lambda version: None  # type: ignore[method-assign]
+        pipeline.versions.bind = lambda batch: None  # type: ignore[method-assign]
         executor._backward(action)
         pipeline.versions.bind = bind  # type: ignore[method-assign]
 
@@ -398,7 +419,8 @@ def _write_into_live_buffer(pipeline: AsyncPipeline) -> None:
     end_write = versions.end_write
 
     def overwrite(version: int, arriving: Any = ()) -> None:
-        for target, source in zip(versions.tensors(version - 1), versions.tensors(version - 2), strict=True):
+        written = versions.tensors(version - 2)  # its buffer, which holds the new version by now
+        for target, source in zip(versions.tensors(version - 1), written, strict=True):
             target.copy_(source)
         end_write(version, arriving)
 
@@ -424,7 +446,7 @@ def _first_update_without_feedback(pipeline: AsyncPipeline) -> None:
 
 def _one_version_too_new(pipeline: AsyncPipeline) -> None:
     """Every batch reads the newest weights there are, in forward and backward."""
-    pipeline.schedule.version_read = lambda batch: pipeline.versions.newest  # type: ignore[method-assign]
+    pipeline.versions.bind = lambda batch: pipeline.versions.bind_newest()  # type: ignore[method-assign]
 
 
 def _not_reduced(pipeline: AsyncPipeline) -> None:
@@ -446,7 +468,7 @@ def _not_reduced(pipeline: AsyncPipeline) -> None:
 def _not_gathered(pipeline: AsyncPipeline) -> None:
     """Every replica computes with the shard that it has stepped and with old weights elsewhere."""
     assert pipeline.updates._parameter_gather is not None
-    pipeline.updates._parameter_gather.start = lambda versions, version: []  # type: ignore[method-assign]
+    pipeline.updates._parameter_gather.start = lambda flat: []  # type: ignore[method-assign]
 
 
 def _a_token_too_many(pipeline: AsyncPipeline) -> None:

@@ -45,6 +45,8 @@ class Case:
     complete_early: bool = False
     data_parallel: bool = False
     sharded: bool = False
+    schedule: str = "2bw-async"
+    simulated: int = 1
     hooks: bool = False
     per_token: bool = False
     poisoned: int | None = None
@@ -60,7 +62,9 @@ class Case:
             self.dtype,
         ]
         parts += (
-            ["tied"] * self.tied
+            [self.schedule] * (self.schedule != "2bw-async")
+            + [f"simulates{self.simulated}"] * (self.simulated > 1)
+            + ["tied"] * self.tied
             + ["early"] * self.complete_early
             + ["dp"] * self.data_parallel
             + ["sharded"] * self.sharded
@@ -104,7 +108,12 @@ class Case:
     @property
     def norm_is_exact(self) -> bool:
         """Whether the norm has the oracle's bytes: shards and late scaling round in other places."""
-        return not (self.sharded or self.per_token)
+        return not (self.sharded or self.per_token or self.simulated > 1)
+
+    @property
+    def oracle_stages(self) -> int:
+        """Stages of the oracle: those of the pipeline, or the simulated ones."""
+        return self.stages if self.simulated == 1 else self.simulated
 
     def microbatch(self, batch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and targets, (S, B); those of the second replica come after the first's."""
@@ -213,6 +222,41 @@ def equal_cases() -> list[dict[str, Any]]:
         {"stages": p, "microbatches": p + 1, "optimizer": "adam", "ef": 1.0, "complete_early": True} for p in (1, 2, 4)
     ]
     cases += [{"stages": p, "microbatches": p, "optimizer": "adam", "ef": 0.35, "clip": 0.0} for p in (1, 4)]
+    return cases + other_schedules()
+
+
+def other_schedules() -> list[dict[str, Any]]:
+    """Schedules whose stages have other delays, on stages and simulated by one."""
+    cases: list[dict[str, Any]] = []
+    for schedule in ("pipedream", "wpipe"):
+        for p, m, factor in layouts():
+            if p > 1:
+                cases.append(
+                    {"schedule": schedule, "stages": p, "microbatches": m, "warmup_factor": factor, "optimizer": "adam"}
+                    | {"ef": 0.35}
+                )
+        cases += [
+            {"schedule": schedule, "stages": p, "microbatches": p + 1, "optimizer": "muon", "ef": 0.0, **kind}
+            for p, kind in ((2, {"dtype": "bfloat16"}), (4, {"tied": True}), (4, {"poisoned": 5}))
+        ]
+        cases += [
+            {"schedule": schedule, "stages": 2, "microbatches": 3, "optimizer": "adam", "ef": 1.0, "tied": True}
+            | {"data_parallel": True},
+            {**SHARDED, "schedule": schedule, "stages": 2, "optimizer": "adam", "ef": 1.0},
+            {"schedule": schedule, "stages": 4, "microbatches": 5, "optimizer": "adam", "ef": 1.0}
+            | {"complete_early": True},
+        ]
+        # Simulated: the norm of one stage is another sum, hence no clipping.
+        cases += [
+            {"schedule": schedule, "stages": 1, "microbatches": m, "simulated": p, "optimizer": optimizer, "ef": c}
+            | {"clip": 0.0}
+            for p, m, optimizer, c in ((2, 3, "adam", 1.0), (4, 1, "muon", 0.0), (4, 5, "adam", 0.35))
+        ]
+        cases.append(
+            {"schedule": schedule, "stages": 1, "microbatches": 2, "simulated": 4, "optimizer": "adam", "ef": 1.0}
+            | {"clip": 0.0, "dtype": "bfloat16", "data_parallel": True}
+        )
+    cases.append({"stages": 1, "microbatches": 2, "simulated": 4, "optimizer": "muon", "ef": 1.0, "clip": 0.0})
     return cases
 
 

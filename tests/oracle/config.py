@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-Schedule = Literal["sync", "2bw-async", "pipedream"]
+Schedule = Literal["sync", "2bw-async", "pipedream", "wpipe"]
 OptimizerName = Literal["adam", "sgd", "muon"]
 Fault = Literal[
     "fresh_gradient",
@@ -56,7 +56,8 @@ class OracleConfig:
 
     Attributes:
         schedule: "sync" reads x_k, "2bw-async" reads x_{max(k-1,0)}, "pipedream" reads
-            x_{max(k-(p-1-s),0)} on stage s of p.
+            x_{max(k-(p-1-s),0)} on stage s of p, "wpipe" x_{max(k-1,0)} on the first p // 2 stages and x_k on the
+            others.
         ef_coefficient: c of the error feedback; 0 is off.
         lr: Learning rate of batch k: a constant, a sequence indexed by k, or a function of k.
         clip_grad: Limit of the global gradient norm; 0 is off.
@@ -127,6 +128,12 @@ class OracleConfig:
 
     def delay(self, stage: int, stages: int) -> int:
         """Age in updates of the weights that stage ``stage`` of ``stages`` reads."""
-        if self.schedule == "sync" or self.fault == "fresh_gradient":
+        return 0 if self.fault == "fresh_gradient" else self.nominal_delay(stage, stages)
+
+    def nominal_delay(self, stage: int, stages: int) -> int:
+        """The same without a fault: what error feedback corrects."""
+        if self.schedule == "sync":
             return 0
+        if self.schedule == "wpipe":
+            return 1 if stage < stages // 2 else 0
         return 1 if self.schedule == "2bw-async" else stages - 1 - stage

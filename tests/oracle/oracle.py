@@ -42,6 +42,7 @@ class Record:
         updates: u_k = z_k - z_{k+1}, fp32; zero if skipped.
         newest: x_{k+1} in the model dtype.
         older: x_k in the model dtype.
+        read_next: What batch k+1 reads, in the model dtype.
         masters: z_{k+1}, fp32.
         optimizer_state: Per stage and parameter, the base optimizer's tensors by their names.
     """
@@ -56,6 +57,7 @@ class Record:
     updates: StageTensors
     newest: StageTensors
     older: StageTensors
+    read_next: StageTensors
     masters: StageTensors
     optimizer_state: list[dict[str, dict[str, Tensor]]]
 
@@ -160,9 +162,13 @@ class Oracle:
             updates=updates,
             newest=_clone(self._versions[0]),
             older=_clone(self._versions[1]),
+            read_next=_clone([self._versions[self._delay(s)][s] for s in range(len(self.stages))]),
             masters=_clone(self._masters),
             optimizer_state=self._optimizer_state(),
         )
+
+    def _delay(self, stage: int) -> int:
+        return self.config.delay(stage, len(self.stages))
 
     def _accumulate(self, microbatches: Sequence[Microbatch]) -> tuple[StageTensors, Tensor]:
         replicas = self.config.replicas
@@ -206,7 +212,7 @@ class Oracle:
 
     def _forward_backward(self, index: int, microbatch: Microbatch, count: int) -> tuple[StageTensors, Tensor]:
         """Gradients (fp32) and loss of one microbatch; the graph is cut between stages, as in a pipeline."""
-        self._load(lambda stage: self.config.delay(stage, len(self.stages)))
+        self._load(self._delay)
         activation, target = microbatch
         inputs, outputs = [], []
         for number, stage in enumerate(self.stages):
@@ -289,8 +295,10 @@ class Oracle:
         uncorrected = self.config.fault == "ef_drops_u0" and not self._first_update_done
         self._first_update_done = True
         newest: StageTensors = []
-        for stage, stage_updates in zip(self._masters, updates, strict=True):
-            effective = 0.0 if uncorrected else coefficient
+        for number, (stage, stage_updates) in enumerate(zip(self._masters, updates, strict=True)):
+            # A weight that is read D updates late is corrected for D updates.
+            delay = self.config.nominal_delay(number, len(self.stages))
+            effective = 0.0 if uncorrected else coefficient * delay
             newest.append(
                 {
                     name: written_weights(master.detach(), stage_updates[name], effective, self.config.dtype)

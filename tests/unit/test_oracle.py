@@ -385,7 +385,7 @@ def test_split_projection_differs_from_one_matrix():
     spec = replace(SPEC, blocks=("attention", "mixed"))
     whole = Oracle(build_stages(spec, 2), cross_entropy, MUON).step(make_batch(spec, 0, 2))
     split = Oracle(build_stages(spec, 2), cross_entropy, MUON, rule=split_rule).step(make_batch(spec, 0, 2))
-    name = "blocks.0.linear_qkv.weight"
+    name = "layers.0.linear_qkv.weight"
     assert not torch.equal(by_name(whole.newest)[name], by_name(split.newest)[name])
     assert torch.equal(by_name(whole.newest)["embedding.weight"], by_name(split.newest)["embedding.weight"])
 

@@ -351,6 +351,6 @@ def test_too_few_microbatches() -> None:
 
 def test_registry() -> None:
     assert isinstance(make_schedule("2bw-async", 2, 0), TwoBufferedWeights)
-    assert set(SCHEDULES) == {"2bw-async"}
+    assert set(SCHEDULES) == {"2bw-async", "pipedream", "wpipe"}
     with pytest.raises(ValueError, match="unknown schedule 'gpipe'"):
         make_schedule("gpipe", 2, 0)

@@ -9,8 +9,8 @@ from megatron_async.pipeline.weight_versions import WeightVersions
 from tests.models import LeafLinear, ViewLinear
 
 
-def make(module: torch.nn.Module) -> WeightVersions:
-    return WeightVersions(module.parameters())
+def make(module: torch.nn.Module, delay: int = 1) -> WeightVersions:
+    return WeightVersions(module.parameters(), [delay] * len(list(module.parameters())))
 
 
 def write(versions: WeightVersions, value: float) -> None:
@@ -29,39 +29,63 @@ def test_starts_with_two_equal_versions_in_the_parameters_own_storage() -> None:
         assert newest.data_ptr() != older.data_ptr()
 
 
-def test_exactly_two_buffers_for_ever() -> None:
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_one_buffer_more_than_the_delay_for_ever(delay: int) -> None:
     linear = LeafLinear(3, 2)
-    versions = make(linear)
-    pointers = {t.data_ptr() for v in (0, -1) for t in versions.tensors(v)}
+    versions = make(linear, delay)
+    pointers = {t.data_ptr() for v in range(-delay, 1) for t in versions.tensors(v)}
     for k in range(7):
         write(versions, float(k))
-        assert {t.data_ptr() for v in (k + 1, k) for t in versions.tensors(v)} == pointers
-        with pytest.raises(KeyError, match=f"weight version {k - 1} is not in memory"):
-            versions.tensors(k - 1)
-    assert versions.nbytes() == 2 * sum(p.numel() * 4 for p in linear.parameters())
+        assert {t.data_ptr() for v in range(k + 1 - delay, k + 2) for t in versions.tensors(v)} == pointers
+        with pytest.raises(KeyError, match=f"weight version {k - delay} is not in memory"):
+            versions.tensors(k - delay)
+    assert versions.nbytes() == (delay + 1) * sum(p.numel() * 4 for p in linear.parameters())
 
 
-def test_binding_points_the_parameter_at_the_version() -> None:
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_a_batch_reads_weights_of_its_delay(delay: int) -> None:
+    """Version k is filled with the value k."""
     linear = LeafLinear(3, 2)
-    versions = make(linear)
-    write(versions, 5.0)
-    versions.bind(1)
-    assert torch.all(linear.weight == 5.0)
-    versions.bind(0)
-    assert not torch.any(linear.weight == 5.0)
+    with torch.no_grad():
+        linear.weight.zero_()
+    versions = make(linear, delay)
+    for k in range(6):
+        versions.bind(k)
+        assert torch.all(linear.weight == max(k - delay, 0))
+        assert versions.bound() == [max(k - delay, 0) if k or not delay else 0] * 2
+        versions.bind_newest()
+        assert torch.all(linear.weight == k)
+        write(versions, k + 1.0)
+
+
+def test_every_parameter_has_its_own_delay() -> None:
+    linear = LeafLinear(3, 2)
+    versions = WeightVersions(linear.parameters(), [2, 0])
+    for k in range(5):
+        versions.bind(k)
+        assert versions.bound() == [max(k - 2, 0), k]
+        write(versions, k + 1.0)
+    assert versions.nbytes() == 3 * 6 * 4 + 1 * 2 * 4
+    versions.bind(5)
+    assert torch.all(linear.weight == 3.0)
+    assert torch.all(linear.bias == 5.0)
 
 
 def test_a_buffer_with_a_live_graph_is_not_written() -> None:
     linear = LeafLinear(3, 2)
     versions = make(linear)
     versions.acquire(0)
-    write(versions, 1.0)  # over version -1, which nobody reads
-    with pytest.raises(RuntimeError, match=r"cannot write weight version 2 over version 0: 1 live graph\(s\)"):
-        versions.begin_write(2)
+    with pytest.raises(RuntimeError, match=r"cannot write weight version 1 over its predecessors: 1 live graph\(s\)"):
+        versions.begin_write(1)
     versions.release(0)
+    versions.acquire(1)
+    write(versions, 1.0)  # over the version before x_0, which batch 1 does not read
+    with pytest.raises(RuntimeError, match="cannot write weight version 2"):
+        versions.begin_write(2)
+    versions.release(1)
     versions.begin_write(2)
-    with pytest.raises(RuntimeError, match="no live graph reads weight version 0"):
-        versions.release(0)
+    with pytest.raises(RuntimeError, match="no live graph of batch 1"):
+        versions.release(1)
 
 
 def test_versions_are_written_in_order() -> None:
@@ -71,21 +95,45 @@ def test_versions_are_written_in_order() -> None:
 
 
 def test_writing_moves_the_parameters_off_the_buffer_that_is_written() -> None:
+    versions = make(LeafLinear(3, 2))
+    write(versions, 1.0)
+    versions.bind(1)
+    assert versions.bound() == [0, 0]
+    versions.begin_write(2)
+    assert versions.bound() == [1, 1]
+
+
+def test_foreign_storage_is_found_out() -> None:
     linear = LeafLinear(3, 2)
     versions = make(linear)
-    versions.bind(-1)
-    versions.begin_write(1)
-    assert versions.bound == 0
+    versions.bind_to([torch.zeros(2, 3), torch.zeros(2)])
+    assert not torch.any(linear.weight)
+    with pytest.raises(RuntimeError, match="none of its versions"):
+        versions.bound()
+    versions.bind_newest()
+    assert versions.bound() == [0, 0]
 
 
-def test_a_skipped_update_repeats_the_newest_version() -> None:
-    versions = make(LeafLinear(3, 2))
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_a_skipped_update_repeats_the_newest_version(delay: int) -> None:
+    versions = make(LeafLinear(3, 2), delay)
     write(versions, 3.0)
     versions.repeat_newest()
     assert versions.newest == 2
-    for newest, older in zip(versions.tensors(2), versions.tensors(1), strict=True):
-        assert torch.equal(newest, older)
-        assert torch.all(newest == 3.0)
+    for version in (1, 2)[-1 - delay :]:
+        assert all(torch.all(t == 3.0) for t in versions.tensors(version))
+
+
+def test_weights_return_to_the_storage_that_they_had() -> None:
+    linear = LeafLinear(3, 2)
+    before = linear.weight.data_ptr()
+    versions = make(linear)
+    write(versions, 3.0)
+    versions.bind_newest()
+    assert linear.weight.data_ptr() != before
+    versions.return_home()
+    assert linear.weight.data_ptr() == before
+    assert torch.all(linear.weight == 3.0)
 
 
 def test_tied_parameters_are_given_once() -> None:
@@ -95,17 +143,17 @@ def test_tied_parameters_are_given_once() -> None:
 
 
 def input_gradient(linear: LeafLinear | ViewLinear, *, rebind: bool) -> torch.Tensor:
-    """Forward on version 0 (weights 1), backward while version 1 (weights 2) is bound, or bound back before."""
+    """Forward of batch 1 on weights 1, backward while version 1 (weights 2) is bound, or its own bound back before."""
     with torch.no_grad():
         linear.weight.fill_(1.0)
     versions = make(linear)
     x = torch.ones(1, 3, requires_grad=True)
-    versions.acquire(0)
+    versions.acquire(1)
     y = linear(x)
     write(versions, 2.0)
-    versions.bind(1)
+    versions.bind_newest()
     if rebind:
-        versions.bind(0)
+        versions.bind(1)
     y.sum().backward()
     assert x.grad is not None
     return x.grad
