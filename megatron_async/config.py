@@ -11,16 +11,23 @@ from megatron_async.pipeline.plan import make_schedule
 from megatron_async.refusals import REFUSALS
 
 SYNCHRONOUS = "1f1b"
+PREDICTABLE = ("adam", "sgd", "muon", "lion")
+"""Optimizers whose momentum alone says where it would lead."""
 
 
 @dataclass(kw_only=True)
 class AsyncPipelineConfig:
     """Asynchronous pipeline parallelism (megatron_async)."""
 
-    pipeline_schedule: Literal["1f1b", "2bw-async"] = "1f1b"
+    pipeline_schedule: Literal["1f1b", "2bw-async", "pipedream", "wpipe"] = "1f1b"
     """Pipeline schedule for training. 1f1b: Megatron's choice, untouched. 2bw-async: no flush and no barrier between
     batches; every batch reads weights that are exactly one update old, on every stage, in forward and backward (two
-    weight versions are kept)."""
+    weight versions are kept). For comparison of what is learned, not for speed: pipedream, weights of stage s of p are
+    p-1-s updates old; wpipe, those of the first half of the stages are one update old, those of the others new."""
+
+    simulate_pipeline_stages: int = 1
+    """Give a model that is on one pipeline stage the delays of a pipeline of so many stages. 2bw-async needs no
+    simulation: its delay is one update on any number of stages."""
 
     async_error_feedback: bool = False
     """Correct the one-update delay by error feedback on the optimizer's update:
@@ -29,16 +36,39 @@ class AsyncPipelineConfig:
     async_ef_coefficient: float = 1.0
     """C of --async-error-feedback; 1 is the published form, 0 turns the correction off."""
 
+    async_evaluate: Literal["x", "z", "both"] = "x"
+    """Weights to evaluate under error feedback or weight prediction. x: the corrected weights, which batches read. z:
+    the plain iterate of the optimizer. both: x, and z on the same data, logged with a z in its name."""
+
+    async_delay_compensation: float = 0.0
+    """LAMBDA of the Taylor compensation of the delay: the optimizer sees g + LAMBDA g * g * (x_k - x_read), all of it
+    elementwise, x_read being the weights that the gradient g was taken at. 0 is off. Needs no persistent memory."""
+
+    async_weight_prediction: bool = False
+    """Write weights that are predicted by momentum, as in SpecTrain and XPipe: x = z - D lr d, d being the direction
+    that the optimizer's momentum alone gives, D the delay in updates. With --optimizer adam, sgd, muon or lion."""
+
+    async_sync_start_iters: int = 0
+    """Iterations at the start of training that run synchronously, with Megatron's own schedule."""
+
+    async_sync_cooldown_iters: float = 0.0
+    """Iterations at the end of training that run synchronously: a number, or, below 1, a fraction of --train-iters."""
+
     async_warmup_factor: Literal[1, 2] = 1
     """Forwards that stage s of p runs ahead: factor * (p-1-s). 2 hides the latency of stage-to-stage messages
     completely, at the price of about twice the activations and of at least 2p-1 microbatches a batch."""
+
+    async_audit: bool = False
+    """Check what every forward and backward reads, and what every update is applied to, against the plan and by the
+    contents of the weights; end the run at the first difference. Costs a pass over the weights each time."""
 
     async_trace: str | None = None
     """Folder for timelines: every rank writes a Chrome trace (Perfetto) of what it does in some iterations. Works with
     both schedules; scripts/plot_timeline.py draws it."""
 
     async_trace_start: int = 12
-    """First iteration of --async-trace, counted from the start of this run."""
+    """First iteration of --async-trace, counted from the start of this run, or from the end of its
+    --async-sync-start-iters."""
 
     async_trace_steps: int = 5
     """Number of iterations of --async-trace."""
@@ -57,6 +87,17 @@ class AsyncPipelineConfig:
     def ef_coefficient(self) -> float:
         """Coefficient c in effect: 0 without error feedback."""
         return self.async_ef_coefficient if self.async_error_feedback else 0.0
+
+    def is_synchronous_at(self, iteration: int, train_iters: int) -> bool:
+        """Whether an iteration runs with Megatron's own schedule.
+
+        Args:
+            iteration: Number of the iteration, from 0.
+            train_iters: Iterations of the whole training.
+        """
+        cooldown = self.async_sync_cooldown_iters
+        last = train_iters - (round(cooldown * train_iters) if cooldown < 1 else int(cooldown))
+        return not self.async_sync_start_iters <= iteration < last
 
     def validate(self, args: argparse.Namespace) -> None:
         """Check this configuration together with Megatron's validated arguments.
@@ -79,6 +120,9 @@ class AsyncPipelineConfig:
                     f"{refusal.flag} is not supported with --pipeline-schedule={self.pipeline_schedule}: "
                     f"{refusal.reason}; {refusal.remedy}"
                 )
+        self._check_corrections(args)
+        self._check_phases(args)
+        self._check_stages(args)
         self._check_microbatches(args)
 
     def _check_values(self) -> None:
@@ -107,10 +151,88 @@ class AsyncPipelineConfig:
         check_directory(self.async_trace)
 
     def _check_unused(self) -> None:
-        for flag in self._set_among("async_error_feedback", "async_warmup_factor"):
+        for flag in self._set_among(*(f.name for f in fields(self) if "trace" not in f.name)):
             raise ConfigurationError(
                 f"{flag} has no effect with --pipeline-schedule={SYNCHRONOUS}; "
                 "add --pipeline-schedule=2bw-async or drop it"
+            )
+
+    def _check_corrections(self, args: argparse.Namespace) -> None:
+        strength = self.async_delay_compensation
+        if not math.isfinite(strength) or strength < 0:
+            raise ConfigurationError(
+                f"--async-delay-compensation must be a finite number of at least 0, got {strength}"
+            )
+        if strength and args.calculate_per_token_loss:
+            raise ConfigurationError(
+                "--async-delay-compensation needs the mean gradient before the norm is taken, and "
+                "--calculate-per-token-loss knows it only afterwards; drop one of them"
+            )
+        if self.async_weight_prediction:
+            for flag in self._set_among("async_error_feedback", "async_delay_compensation"):
+                raise ConfigurationError(f"--async-weight-prediction corrects the same delay as {flag}; drop one")
+            if args.optimizer not in PREDICTABLE:
+                raise ConfigurationError(
+                    f"--async-weight-prediction does not know where the momentum of --optimizer {args.optimizer} alone "
+                    f"would lead; use --optimizer {', '.join(PREDICTABLE)}, or --async-error-feedback"
+                )
+        elif self.async_evaluate != "x" and not self.async_error_feedback:
+            raise ConfigurationError(
+                "--async-evaluate has no effect without --async-error-feedback or --async-weight-prediction: "
+                "x and z are the same; drop it"
+            )
+
+    def _check_phases(self, args: argparse.Namespace) -> None:
+        start, cooldown = self.async_sync_start_iters, self.async_sync_cooldown_iters
+        if start < 0:
+            raise ConfigurationError(f"--async-sync-start-iters must be at least 0, got {start}")
+        if not math.isfinite(cooldown) or cooldown < 0 or (cooldown >= 1 and cooldown != int(cooldown)):
+            raise ConfigurationError(
+                f"--async-sync-cooldown-iters must be a whole number or a fraction below 1, got {cooldown}"
+            )
+        if not (start or cooldown):
+            return
+        if not args.train_iters:
+            raise ConfigurationError(
+                "--async-sync-start-iters and --async-sync-cooldown-iters need --train-iters; use it in place of "
+                "--train-samples"
+            )
+        if all(self.is_synchronous_at(i, args.train_iters) for i in (start, args.train_iters - 1)):
+            raise ConfigurationError(
+                f"--async-sync-start-iters {start} and --async-sync-cooldown-iters {cooldown:g} leave no asynchronous "
+                f"iteration of --train-iters {args.train_iters}; lower them"
+            )
+
+    def _check_stages(self, args: argparse.Namespace) -> None:
+        stages, simulated = args.pipeline_model_parallel_size, self.simulate_pipeline_stages
+        if simulated < 1:
+            raise ConfigurationError(f"--simulate-pipeline-stages must be at least 1, got {simulated}")
+        if simulated == 1:
+            if stages == 1 and self.pipeline_schedule != "2bw-async":
+                raise ConfigurationError(
+                    f"--pipeline-schedule={self.pipeline_schedule} on one pipeline stage has no delay; "
+                    "raise --pipeline-model-parallel-size or add --simulate-pipeline-stages"
+                )
+            return
+        if stages > 1:
+            raise ConfigurationError(
+                f"--simulate-pipeline-stages {simulated} simulates on one stage; use --pipeline-model-parallel-size 1"
+            )
+        if args.num_layers % simulated:
+            raise ConfigurationError(
+                f"--simulate-pipeline-stages {simulated} does not divide --num-layers {args.num_layers}; change one"
+            )
+        if self.pipeline_schedule == "2bw-async":
+            return
+        if not args.untie_embeddings_and_output_weights:
+            raise ConfigurationError(
+                "--simulate-pipeline-stages cannot give one tied weight the delays of two stages; "
+                "add --untie-embeddings-and-output-weights"
+            )
+        if args.use_distributed_optimizer:
+            raise ConfigurationError(
+                "--simulate-pipeline-stages keeps as many versions of a parameter as its stage needs, and "
+                "--use-distributed-optimizer gathers all parameters together; drop one of them"
             )
 
     def _set_among(self, *names: str) -> list[str]:

@@ -37,6 +37,9 @@ def _has_level_one_barriers(args: Arguments) -> bool:
     return bool(args.timing_log_level >= 1 and args.barrier_with_L1_time)
 
 
+PROVED_OPTIMIZERS = ("adam", "sgd", "muon", "normuon", "adamuon", "soap", "lion", "adan", "mars", "nadam")
+"""Optimizers whose deferred step equals the oracle's in every byte (tests/distributed/test_exactness.py)."""
+
 _DROP = "drop the flag"
 _ONE_VERSION = "it keeps or caches weights outside the two weight versions"
 _PER_ITERATION = "it looks at gradients or weights of a batch whose update is still deferred"
@@ -90,9 +93,9 @@ REFUSALS: tuple[Refusal, ...] = (
     # Optimizer and gradients
     Refusal(
         "--optimizer",
-        lambda args: args.optimizer not in ("adam", "sgd", "muon"),
-        "its step is not proved to be deferrable yet",
-        "use --optimizer adam, sgd or muon",
+        lambda args: args.optimizer not in PROVED_OPTIMIZERS,
+        "its step is not proved to be deferrable",
+        f"use --optimizer {', '.join(PROVED_OPTIMIZERS[:-1])} or {PROVED_OPTIMIZERS[-1]}",
     ),
     Refusal(
         "--use-distributed-optimizer",

@@ -1,6 +1,7 @@
 """The asynchronous pipeline inside Megatron's training loop, and which iteration a number belongs to."""
 
 import argparse
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_async.config import AsyncPipelineConfig
+from megatron_async.delay.audit import DelayAudit
 from megatron_async.errors import ConfigurationError
 from megatron_async.observe.trace import NO_TRACE, Trace
 from megatron_async.optimizer.deferred_step import UpdateResult
@@ -19,6 +21,8 @@ from megatron_async.pipeline.runtime import AsyncPipeline, PipelineOptions
 
 _EXIT_BY_SIGNAL, _EXIT_BY_TIME = 1, 2
 """What a rank can request of all, a bit each."""
+
+_END = object()
 
 _ADVANCED, _SKIPPED, _NAN = "advanced iterations", "skipped iterations", "nan iterations"
 
@@ -59,9 +63,11 @@ class Session:
         self.on_configure: list[Callable[[AsyncPipelineConfig], None]] = []
         self._args: Any = None
         self._optimizer: Any = None
+        self._synchronous_step: Callable[[], Any]
         self._model: list[torch.nn.Module] = []
         self._pending: _Iteration | None = None
         self._agreed_requests = 0
+        self._audit: DelayAudit | None = None
 
     def check_machine(self, args: argparse.Namespace) -> None:
         """Refuse what cannot run on this machine.
@@ -92,6 +98,7 @@ class Session:
     def adopt_optimizer(self, optimizer: Any, model: list[torch.nn.Module]) -> None:
         """Make the optimizer's ``step()`` the begin of a deferred update."""
         self._optimizer = optimizer
+        self._synchronous_step = optimizer.step
         self._model = list(model)
         optimizer.step = self.step
 
@@ -104,12 +111,15 @@ class Session:
             **kwargs: Arguments of megatron-core's schedules.
         """
         if forward_only:
-            if self.pipeline is not None:
-                self.pipeline.bind_newest()
-            return stock(forward_only=True, **kwargs)
+            return self._evaluate(stock, **kwargs)
+        if self._is_synchronous(self._args.curr_iteration):
+            self._hand_back()
+            return stock(forward_only=False, **kwargs)
         for name in ("p2p_communicator", "pg_collection", "adjust_tensor_shapes_fn"):
             if kwargs.get(name) is not None:
-                raise ConfigurationError(f"pretrain({name}=...) is not supported with --pipeline-schedule=2bw-async")
+                raise ConfigurationError(
+                    f"pretrain({name}=...) is not supported with an asynchronous --pipeline-schedule"
+                )
         if self.pipeline is None:
             self.pipeline = self._make_pipeline()
         timers = self.pipeline.config.timers
@@ -130,23 +140,43 @@ class Session:
             timers("forward-backward").stop()
         return losses
 
-    def step(self) -> tuple[bool, float | None, None]:
+    def _evaluate(self, stock: Callable[..., Any], **kwargs: Any) -> Any:
+        assert self.config is not None
+        which = self.config.async_evaluate
+        if self.pipeline is None:
+            # x = z as long as training is synchronous. Both are logged all the same, for curves without holes.
+            losses = stock(forward_only=True, **kwargs)
+            return _with_z(losses, losses) if which == "both" else losses
+        if which == "z":
+            self.pipeline.bind_plain_iterate()
+            return stock(forward_only=True, **kwargs)
+        self.pipeline.bind_newest()
+        if which == "x":
+            return stock(forward_only=True, **kwargs)
+        data = Replay(kwargs.pop("data_iterator"))
+        losses = stock(forward_only=True, data_iterator=data.record(), **kwargs)
+        self.pipeline.bind_plain_iterate()
+        return _with_z(losses, stock(forward_only=True, data_iterator=data.again(), **kwargs))
+
+    def step(self) -> tuple[bool, float | None, int | None]:
         """In place of the optimizer's ``step()``: begin the update.
 
         Returns:
             (successful, gradient norm, zeros in the gradient) as Megatron's optimizers do. While the update is
             pending it counts as successful and has no norm; both are set right when it completes.
         """
-        assert self.pipeline is not None
+        if self.pipeline is None:
+            result: tuple[bool, float | None, int | None] = self._synchronous_step()
+            return result
         assert self.scheduler is not None
         iteration = self._args.curr_iteration + 1
         self.pipeline.step()
         if self._is_last_step() or self._is_logged(iteration):
-            result = self.pipeline.complete()
-            assert result is not None
-            if result.skipped:
-                _say_skipped(iteration, result)
-            return not result.skipped, result.grad_norm, None
+            completed = self.pipeline.complete()
+            assert completed is not None
+            if completed.skipped:
+                _say_skipped(iteration, completed)
+            return not completed.skipped, completed.grad_norm, None
         self._pending = _Iteration(iteration, self.scheduler.num_steps)
         return True, None, None
 
@@ -211,16 +241,33 @@ class Session:
     def finish_training(self) -> None:
         """Complete the last update, bind the newest weights, take messages off the wire."""
         if self.pipeline is not None:
+            self._report_audit()
             self.pipeline.trace.close()
             self.pipeline.bind_newest()
             self.pipeline.executor.discard_prefetched()
+
+    def _hand_back(self) -> None:
+        """From here on training is synchronous."""
+        if self.pipeline is not None:
+            self.pipeline.hand_back()
+            self.pipeline.trace.close()
+            self._report_audit()
+            self.pipeline = None
+
+    def _report_audit(self) -> None:
+        if self._audit is None:
+            return
+        from megatron.training.global_vars import get_wandb_writer
+
+        self._audit.report(get_wandb_writer())
+        self._audit = None
 
     def _make_pipeline(self) -> AsyncPipeline:
         from megatron.core.process_groups_config import ProcessGroupCollection
 
         assert self.config is not None
         if len(self._model) != 1:
-            raise ConfigurationError("2bw-async runs one model chunk a stage; drop virtual pipeline stages")
+            raise ConfigurationError("an asynchronous schedule runs one model chunk a stage; drop virtual stages")
         pipeline = AsyncPipeline(
             model=self._model[0],
             optimizer=self._optimizer,
@@ -231,22 +278,32 @@ class Session:
                 ef_coefficient=self.config.ef_coefficient,
                 timeout=timedelta(minutes=self._args.distributed_timeout_minutes),
                 per_token=self._args.calculate_per_token_loss,
+                simulated_stages=self.config.simulate_pipeline_stages,
+                delay_compensation=self.config.async_delay_compensation,
+                weight_prediction=self.config.async_weight_prediction,
             ),
             trace=self.make_trace(),
         )
+        if self.config.async_audit:
+            self._audit = DelayAudit(pipeline)
         pipeline.updates.on_complete.append(self._after_update)
         pipeline.updates.request = self._request
         return pipeline
 
     def _is_last_step(self) -> bool:
-        """Whether the training loop ends with the current iteration, as far as that is known in advance."""
+        """Whether the pipeline ends with the current iteration, as far as that is known in advance."""
         args = self._args
         following = args.curr_iteration + 1
         return (
             following >= args.train_iters
+            or self._is_synchronous(following)
             or bool(args.exit_interval and following % args.exit_interval == 0)
             or following in (args.phase_transition_iterations or ())
         )
+
+    def _is_synchronous(self, iteration: int) -> bool:
+        assert self.config is not None
+        return self.config.is_synchronous_at(iteration, self._args.train_iters)
 
     def _is_logged(self, iteration: int) -> bool:
         """Whether Megatron prints this iteration, so that its norm is needed now. The wait costs a little, once."""
@@ -278,6 +335,38 @@ class Session:
             writer.add_scalar("grad-norm vs samples", norm, pending.samples)
             if wandb is not None:
                 wandb.log({"grad-norm": norm}, pending.number)
+
+
+class Replay:
+    """Hands out data and keeps them, to hand them out once more.
+
+    Args:
+        data: Iterator over microbatches, a list with that iterator, or None on stages that read no data.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._data = data[0] if isinstance(data, list) else data
+        self._kept: list[Any] = []
+
+    def record(self) -> Iterator[Any] | None:
+        """The data, for the first time."""
+        return None if self._data is None else self._recorded()
+
+    def _recorded(self) -> Iterator[Any]:
+        # Not a `for` over the data: Megatron's iterator can only be asked for the next item.
+        for item in iter(functools.partial(next, self._data), _END):
+            # Whoever gets a dictionary may take things out of it.
+            self._kept.append(dict(item) if isinstance(item, dict) else item)
+            yield item
+
+    def again(self) -> Iterator[Any] | None:
+        """The same data."""
+        return None if self._data is None else iter(self._kept)
+
+
+def _with_z(x: list[dict[str, Any]], z: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The losses of x, and those of z under names of their own."""
+    return [{**own, **{f"{name} z": loss for name, loss in other.items()}} for own, other in zip(x, z, strict=True)]
 
 
 def _book_as_skipped(iteration: _Iteration) -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_async.config import AsyncPipelineConfig, add_arguments, adjust_arguments, flag_names
 from megatron_async.errors import ConfigurationError
+from megatron_async.optimizer.flags import OptimizerFlags, add_optimizer_arguments
+from megatron_async.optimizer.registry import register
 from megatron_async.ranks import is_first_rank
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ def with_own_flags(
 
     @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return _mend_help(add_arguments(original(parser)))
+        return _mend_help(add_optimizer_arguments(add_arguments(original(parser))))
 
     return add_megatron_arguments
 
@@ -46,6 +48,8 @@ def with_own_checks(original: Callable[..., Any], session: Session) -> Callable[
         config = AsyncPipelineConfig.from_args(args)
         try:
             session.check_machine(args)
+            optimizer_flags = OptimizerFlags.from_args(args)
+            optimizer_flags.validate(args)
             notes = adjust_arguments(args) if config.is_asynchronous else []
             result = original(args, defaults or {})
             config.validate(args)
@@ -55,6 +59,7 @@ def with_own_checks(original: Callable[..., Any], session: Session) -> Callable[
             if is_first_rank():
                 print(f"> megatron_async: {note}", flush=True)
         session.configure(config, args)
+        register(optimizer_flags, scalar_optimizer=args.muon_scalar_optimizer)
         return result
 
     return validate_args

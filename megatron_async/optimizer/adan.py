@@ -49,9 +49,7 @@ class Adan(ElementwiseOptimizer):
         weight_decay: float = 0.0,
     ) -> None:
         beta1, beta2, beta3 = betas
-        check_hyperparameters(
-            "Adan", lr=lr, eps=eps, weight_decay=weight_decay, beta1=beta1, beta2=beta2, beta3=beta3
-        )
+        check_hyperparameters("Adan", lr=lr, eps=eps, weight_decay=weight_decay, beta1=beta1, beta2=beta2, beta3=beta3)
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
     def _update(self, group: dict[str, Any], step: int, parameters: Tensors, grads: Any, *states: Tensors) -> None:

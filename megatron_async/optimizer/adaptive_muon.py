@@ -95,7 +95,7 @@ class AdaptiveMuon(TensorParallelAdaptiveMuon):  # type: ignore[misc]
             return
         shapes = getattr(p, "qkv_split_shapes", None) or self.qkv_split_shapes
         groups = update.size(0) // sum(shapes)
-        for part in update.view(groups, sum(shapes), -1).split(shapes, dim=1):
+        for part in torch.split(update.view(groups, sum(shapes), -1), shapes, dim=1):
             part.mul_(self._scale(p, groups * part.size(1)))
 
     def _scale(self, p: torch.Tensor, rows: int) -> float:

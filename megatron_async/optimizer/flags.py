@@ -1,7 +1,5 @@
 """Flags of optimizers that Megatron has none for, their checks, and the names that ``--optimizer`` takes."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from dataclasses import dataclass, fields
@@ -71,7 +69,7 @@ class OptimizerFlags:
     """Rate at which NAdam's momentum grows from a half of --nadam-beta1 to all of it."""
 
     @classmethod
-    def from_args(cls, args: argparse.Namespace) -> OptimizerFlags:
+    def from_args(cls, args: argparse.Namespace) -> "OptimizerFlags":
         """The flags in Megatron's parsed arguments."""
         return cls(**{f.name: getattr(args, f.name) for f in fields(cls)})
 

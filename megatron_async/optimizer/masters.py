@@ -45,6 +45,15 @@ class Master:
         """
         return self.parameter.dtype is torch.float32
 
+    def give_back(self, storage: torch.Tensor) -> None:
+        """Let the optimizer step the parameter's own storage again, which holds what the master does.
+
+        Args:
+            storage: Of the parameter, its shape and dtype.
+        """
+        if self.shares_version_counter and not self.steps_in_place:
+            self.optimized.data = self.part_of(storage)
+
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements of a tensor of the parameter's shape that this master stands for, in the shape of ``weight``."""
         if self.shard is None:

@@ -55,9 +55,7 @@ def _elementwise(flags: OptimizerFlags) -> dict[str, Any]:
 
     entries = {
         "adan": _entry(Adan, betas=(flags.adan_beta1, flags.adan_beta2, flags.adan_beta3), eps=flags.adan_eps),
-        "mars": _entry(
-            Mars, betas=(flags.mars_beta1, flags.mars_beta2), gamma=flags.mars_gamma, eps=flags.mars_eps
-        ),
+        "mars": _entry(Mars, betas=(flags.mars_beta1, flags.mars_beta2), gamma=flags.mars_gamma, eps=flags.mars_eps),
         "nadam": _entry(
             NAdam,
             betas=(flags.nadam_beta1, flags.nadam_beta2),

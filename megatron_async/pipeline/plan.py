@@ -98,7 +98,7 @@ class Schedule:
         if warmup_factor not in (1, 2):
             raise ValueError(f"warmup_factor must be 1 or 2, got {warmup_factor}")
         if simulated_stages < 1 or (simulated_stages > 1 and stages > 1):
-            raise ValueError(f"{stages} stages cannot simulate {simulated_stages}: only a single stage simulates others")
+            raise ValueError(f"{stages} stages cannot simulate {simulated_stages}: only a single one can")
         self.stages = stages
         self.stage = stage
         self.warmup_factor = warmup_factor
@@ -367,9 +367,7 @@ SCHEDULES: dict[str, type[Schedule]] = {"2bw-async": TwoBufferedWeights, "pipedr
 """Schedules by the name that ``--pipeline-schedule`` takes."""
 
 
-def make_schedule(
-    name: str, stages: int, stage: int, warmup_factor: int = 1, simulated_stages: int = 1
-) -> Schedule:
+def make_schedule(name: str, stages: int, stage: int, warmup_factor: int = 1, simulated_stages: int = 1) -> Schedule:
     """The schedule registered under ``name``, for one stage.
 
     Raises:

@@ -1,7 +1,7 @@
 """The asynchronous pipeline of one rank: plan, executor, weight versions and deferred step, put together."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -35,6 +35,8 @@ class PipelineOptions:
         timeout: Timeout of the process groups made here; None for PyTorch's default.
         per_token: Whether gradients are divided by the tokens of the batch (``--calculate-per-token-loss``).
         simulated_stages: Number of stages of the pipeline whose delays this one stage reproduces.
+        delay_compensation: See ``--async-delay-compensation``.
+        weight_prediction: See ``--async-weight-prediction``.
     """
 
     schedule: str = "2bw-async"
@@ -43,6 +45,8 @@ class PipelineOptions:
     timeout: timedelta | None = None
     per_token: bool = False
     simulated_stages: int = 1
+    delay_compensation: float = 0.0
+    weight_prediction: bool = False
 
 
 class AsyncPipeline:
@@ -120,6 +124,8 @@ class AsyncPipeline:
             waits_for_tied=self.schedule.some_stage_waits(),
             delays=delays,
             ef_coefficient=options.ef_coefficient,
+            delay_compensation=options.delay_compensation,
+            weight_prediction=options.weight_prediction,
             timeout=options.timeout,
             trace=trace,
         )
@@ -134,6 +140,7 @@ class AsyncPipeline:
             trace=trace,
         )
         self.trace = trace
+        self._plain_iterate: Sequence[torch.Tensor] | None = None
 
     def forward_backward(
         self,
@@ -160,6 +167,7 @@ class AsyncPipeline:
         Returns:
             The batch's loss dictionaries on the last stage; elsewhere an empty list.
         """
+        self._plain_iterate = None
         (tensor_shape,) = get_tensor_shapes(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
@@ -191,6 +199,43 @@ class AsyncPipeline:
         """Complete the pending update and let the model hold the newest weights, for an evaluation or a checkpoint."""
         self.complete()
         self.versions.bind_newest()
+
+    def bind_plain_iterate(self) -> None:
+        """Complete the pending update and let the model hold z, the plain iterate, for an evaluation.
+
+        Memory: until the next training step a copy of the weights, if they have another type than the masters.
+        """
+        self.complete()
+        if self._plain_iterate is None:
+            self._plain_iterate = self._make_plain_iterate()
+        self.versions.bind_to(self._plain_iterate)
+
+    @torch.no_grad()
+    def _make_plain_iterate(self) -> Sequence[torch.Tensor]:
+        versions, masters = self.versions, self.updates.masters
+        if not parameter_buffers(self.model):
+            weights = {master.parameter: master.weight for master in masters}
+            return [weights[p].to(p.dtype) for p in versions.parameters]
+        (storage,) = make_copies(self.model, versions.parameters, 1)
+        positions = {parameter: i for i, parameter in enumerate(versions.parameters)}
+        for master in masters:
+            master.part_of(storage.tensors[positions[master.parameter]]).copy_(master.weight)
+        for work in ParameterGather(self.model).start(storage.flat):
+            work.wait()
+        return storage.tensors
+
+    @torch.no_grad()
+    def hand_back(self) -> None:
+        """Leave model and optimizer as Megatron's own schedule wants them, with x = z. Closes the pipeline.
+
+        The step before must have prefetched nothing.
+        """
+        self.bind_plain_iterate()
+        self.versions.return_home(self._plain_iterate)
+        home = dict(zip(self.versions.parameters, self.versions.home, strict=True))
+        for master in self.updates.masters:
+            master.give_back(home[master.parameter])
+        self.close()
 
     def close(self) -> None:
         """Give the process groups back. Prefetched forwards are thrown away."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_async.observe.trace import NO_TRACE, Trace
 from megatron_async.pipeline.plan import read_version
 
+
 @dataclass(frozen=True, slots=True)
 class Storage:
     """Storage of one version.
@@ -64,6 +65,7 @@ class WeightVersions:
         parameters: The parameters.
         delays: D of each.
         newest: Number of the newest version, v. A parameter has the versions v-D to v.
+        home: The storage that the parameters had when this object was made.
 
     Args:
         parameters: The trainable parameters of the stage, each once. Their current values are version 0 and, as
@@ -108,7 +110,7 @@ class WeightVersions:
             mine = [Storage([s.tensors[i] for i in positions], s.flat) for s in storages[: delay + 1]]
             self._lines.append(_Line(delay, [self.parameters[i] for i in positions], mine))
             self._positions.append(positions)
-        self._home = storages[0].tensors
+        self.home = storages[0].tensors
         self._live: Counter[int] = Counter()
         self._arriving: dict[int, Sequence[dist.Work]] = {}
         self._trace = trace
@@ -142,7 +144,7 @@ class WeightVersions:
         return found
 
     def _merge(self, parts: list[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        merged = list(self._home)
+        merged = list(self.home)
         for positions, part in zip(self._positions, parts, strict=True):
             for i, tensor in zip(positions, part, strict=True):
                 merged[i] = tensor
@@ -244,8 +246,8 @@ class WeightVersions:
             tensors: The values; None for the newest version.
         """
         values = self.tensors(self.newest) if tensors is None else tensors
-        torch._foreach_copy_(self._home, values)
-        self.bind_to(self._home)
+        torch._foreach_copy_(list(self.home), list(values))
+        self.bind_to(self.home)
 
     def nbytes(self) -> int:
         """Bytes of all versions."""
