@@ -16,6 +16,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule, TransformerConfig
 
+from megatron_async.optimizer.delay_compensation import compensate_delay_
 from megatron_async.pipeline.runtime import AsyncPipeline, PipelineOptions
 from tests.distributed.exactness_cases import Case, learning_rate
 from tests.models import Stage, build_stages, cross_entropy, tied_pairs
@@ -27,6 +28,8 @@ def oracle_records(case: Case) -> list[Record]:
     config = OracleConfig(
         schedule=case.schedule,  # type: ignore[arg-type]
         ef_coefficient=case.ef,
+        delay_compensation=case.compensation,
+        weight_prediction=case.prediction,
         lr=lambda batch: learning_rate(case.optimizer, batch),
         dtype=getattr(torch, case.dtype),
         replicas=case.replicas,
@@ -114,6 +117,8 @@ def build_pipeline(case: Case) -> tuple[AsyncPipeline, Any]:
         schedule=case.schedule,
         warmup_factor=case.warmup_factor,
         ef_coefficient=case.ef,
+        delay_compensation=case.compensation,
+        weight_prediction=case.prediction,
         per_token=case.per_token,
         simulated_stages=case.simulated,
     )
@@ -345,8 +350,10 @@ def bytes_of_the_table(pipeline: AsyncPipeline) -> int:
         for value in values.values()
         if isinstance(value, torch.Tensor)
     )
-    moments = 8 * own
-    assert state <= moments + 4 * len(masters)  # Adam's step counters
+    optimizer = pipeline.updates.optimizer.config.optimizer
+    if optimizer != "soap":  # which keeps four square matrices a parameter as well
+        moments = {"adan": 4, "mars": 3}.get(optimizer, 2)
+        assert state <= 4 * moments * own + 4 * len(masters)  # Adam's step counters
     return 2 * weight * elements + 4 * elements + 4 * own + state + 4 * waiting
 
 
@@ -481,6 +488,20 @@ def _a_token_too_many(pipeline: AsyncPipeline) -> None:
     pipeline.updates.begin = miscounted  # type: ignore[method-assign]
 
 
+def _compensated_too_early(pipeline: AsyncPipeline) -> None:
+    """The gradient of the tied weight is corrected as long as it is only this stage's part."""
+    updates = pipeline.updates
+    find = updates._find_uncompensated
+
+    def at_once() -> None:
+        find()
+        for gradient, newest, read in updates._uncompensated:
+            compensate_delay_(gradient, newest, read, updates.delay_compensation)
+        updates._uncompensated.clear()
+
+    updates._find_uncompensated = at_once  # type: ignore[method-assign]
+
+
 SABOTAGES: dict[str | None, Callable[[AsyncPipeline], None]] = {
     None: lambda pipeline: None,
     "no rebinding before the backward": _no_rebinding,
@@ -491,4 +512,5 @@ SABOTAGES: dict[str | None, Callable[[AsyncPipeline], None]] = {
     "gradients taken before they are reduced": _not_reduced,
     "shards are not gathered": _not_gathered,
     "a token too many": _a_token_too_many,
+    "compensated before the tied sum": _compensated_too_early,
 }

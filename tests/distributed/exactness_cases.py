@@ -12,12 +12,12 @@ import torch
 from tests.models import ModelSpec, make_microbatch
 
 UPDATES = 30
-PEAK_LR = {"adam": 3e-3, "sgd": 3e-2, "muon": 3e-3}
+PEAK_LR = {"sgd": 3e-2, "lion": 3e-4}
 
 
 def learning_rate(optimizer: str, batch: int) -> float:
     """Another value in every batch: three of warm-up, then a cosine."""
-    peak = PEAK_LR[optimizer]
+    peak = PEAK_LR.get(optimizer, 3e-3)
     return peak * (batch + 1) / 4 if batch < 3 else peak * 0.5 * (1 + math.cos(math.pi * batch / (UPDATES + 5)))
 
 
@@ -39,6 +39,8 @@ class Case:
     warmup_factor: int = 1
     dtype: str = "float32"
     tied: bool = False
+    compensation: float = 0.0
+    prediction: bool = False
     clip: float = 0.5
     blocks: tuple[str, ...] = ("leaf", "view", "mixed", "leaf")
     updates: int = UPDATES
@@ -71,6 +73,8 @@ class Case:
             + ["hooks"] * self.hooks
             + ["per-token"] * self.per_token
             + ["unclipped"] * (self.clip == 0)
+            + [f"lambda{self.compensation}"] * (self.compensation != 0)
+            + ["predicted"] * self.prediction
             + [f"poisoned{self.poisoned}"] * (self.poisoned is not None)
         )
         parts += [f"fault={self.fault}"] * bool(self.fault) + [f"sabotage={self.sabotage}"] * bool(self.sabotage)
@@ -127,6 +131,7 @@ class Case:
 
 
 OPTIMIZERS = ("adam", "sgd", "muon")
+OTHER_OPTIMIZERS = ("lion", "soap", "normuon", "adamuon", "adan", "mars", "nadam")
 COEFFICIENTS = (0.0, 0.35, 1.0)
 
 
@@ -155,7 +160,15 @@ def byte_cases() -> frozenset[Case]:
     # fp32 shards of Megatron's distributed optimizer are views with a history, which keep a dead model alive: their
     # bytes cannot be told from the last case's.
     replicated = [{**SHARDED, "stages": 2, "optimizer": "adam", "ef": c, "dtype": "bfloat16"} for c in (0.0, 1.0)]
-    return frozenset(Case(**case) for case in [*alone, *replicated])
+    two = {"stages": 2, "microbatches": 3}
+    answered = [
+        {**two, "optimizer": optimizer, **kind, **answer}
+        for optimizer in ("adam", "muon")
+        for kind in kinds
+        for answer in ({"compensation": 2.0}, {"prediction": True})
+    ]
+    others = [{**two, "optimizer": optimizer, "ef": 1.0} for optimizer in OTHER_OPTIMIZERS]
+    return frozenset(Case(**case) for case in [*alone, *replicated, *answered, *others])
 
 
 SHARDED = {"microbatches": 3, "data_parallel": True, "sharded": True, "clip": 0.0}
@@ -222,7 +235,7 @@ def equal_cases() -> list[dict[str, Any]]:
         {"stages": p, "microbatches": p + 1, "optimizer": "adam", "ef": 1.0, "complete_early": True} for p in (1, 2, 4)
     ]
     cases += [{"stages": p, "microbatches": p, "optimizer": "adam", "ef": 0.35, "clip": 0.0} for p in (1, 4)]
-    return cases + other_schedules()
+    return cases + other_schedules() + mitigations() + other_optimizers()
 
 
 def other_schedules() -> list[dict[str, Any]]:
@@ -260,6 +273,63 @@ def other_schedules() -> list[dict[str, Any]]:
     return cases
 
 
+def mitigations() -> list[dict[str, Any]]:
+    """Delay compensation and weight prediction."""
+    compensated, predicted = {"compensation": 2.0}, {"prediction": True}
+    cases: list[dict[str, Any]] = [
+        {"stages": p, "microbatches": 3, "optimizer": optimizer, "dtype": dtype, **answer}
+        for p in (1, 2)
+        for optimizer in (*OPTIMIZERS, "lion")
+        for dtype in ("float32", "bfloat16")
+        for answer in (compensated, predicted)
+    ]
+    four = {"stages": 4, "microbatches": 5}
+    cases += [{**four, "optimizer": "muon", **answer} for answer in (compensated, predicted)]
+    for p in (1, 2):
+        few = {"stages": p, "microbatches": 3}
+        cases += [
+            {**few, "optimizer": "adam", "ef": 1.0, "compensation": 0.7},
+            {**few, "optimizer": "adam", "complete_early": True, **compensated},
+            {**few, "optimizer": "adam", "complete_early": True, **predicted},
+            {**few, "optimizer": "adam", "poisoned": 5, **compensated},
+            {**few, "optimizer": "muon", "poisoned": 5, **predicted},
+            {**few, "optimizer": "adam", "tied": True, **compensated},
+            {**few, "optimizer": "adam", "tied": True, **predicted},
+        ]
+    # what a shard sees, and gradients that are reduced
+    cases += [
+        {**SHARDED, "stages": 2, "optimizer": "adam", "dtype": dtype, **answer}
+        for dtype in ("float32", "bfloat16")
+        for answer in (compensated, predicted)
+    ]
+    cases.append({"stages": 2, "microbatches": 3, "optimizer": "muon", "data_parallel": True, **compensated})
+    # delays of other than one update, on stages and simulated
+    for schedule in ("pipedream", "wpipe"):
+        for answer in (compensated, predicted):
+            cases.append({"schedule": schedule, **four, "optimizer": "adam", **answer})
+            cases.append(
+                {"schedule": schedule, "stages": 1, "microbatches": 3, "simulated": 4, "optimizer": "muon"}
+                | {"clip": 0.0, "dtype": "bfloat16", **answer}
+            )
+    return cases
+
+
+def other_optimizers() -> list[dict[str, Any]]:
+    """Every other optimizer with error feedback in both dtypes, and with delay compensation."""
+    settings = ({"ef": 1.0}, {"ef": 0.35, "dtype": "bfloat16"}, {"compensation": 2.0})
+    cases: list[dict[str, Any]] = [
+        {"stages": p, "microbatches": 3, "optimizer": optimizer, **setting}
+        for p in (1, 2)
+        for optimizer in OTHER_OPTIMIZERS
+        for setting in settings
+        if not (optimizer == "lion" and "compensation" in setting)  # among the mitigations
+    ]
+    cases += [
+        {"stages": 2, "microbatches": 3, "optimizer": name, "ef": 1.0, "poisoned": 5} for name in OTHER_OPTIMIZERS
+    ]
+    return cases
+
+
 def unequal_cases() -> list[dict[str, Any]]:
     """Negative controls: cases in which the comparison must find a difference."""
     base = {"stages": 2, "microbatches": 3, "optimizer": "adam", "ef": 1.0, "updates": 8}
@@ -273,6 +343,14 @@ def unequal_cases() -> list[dict[str, Any]]:
         "early_scaling",
     )
     cases: list[dict[str, Any]] = [{**base, "fault": fault} for fault in faults]
+    delayed = {**base, "ef": 0.0}
+    cases += [
+        {**delayed, "compensation": 2.0, "fault": "compensation_wrong_sign"},
+        {**delayed, "compensation": 2.0, "fault": "compensation_stale_difference"},
+        {**delayed, "prediction": True, "fault": "prediction_lr_of_next_batch"},
+        {**delayed, "prediction": True, "sabotage": "learning rate of the next batch"},
+        {**delayed, "compensation": 2.0, "sabotage": "compensated before the tied sum", "tied": True},
+    ]
     leaf, view = ("leaf",) * 4, ("view",) * 4
     cases += [
         {**base, "sabotage": "no rebinding before the backward", "blocks": leaf},

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_async.patches import cpu
-from tests.distributed.exactness_cases import OPTIMIZERS, Case, equal_cases, unequal_cases
+from tests.distributed.exactness_cases import Case, equal_cases, unequal_cases
 
 RANKS = 4
 
@@ -25,7 +25,7 @@ def join(store: Path, rank: int) -> None:
 
 def rounds(cases: list[Case], replicas: int) -> Iterator[list[Case]]:
     """What the replicas of a pipeline run at the same time: each a case of its own, or all the same one."""
-    for optimizer in OPTIMIZERS:  # one at a time: Megatron aligns the parameter groups of all ranks
+    for optimizer in dict.fromkeys(c.optimizer for c in cases):  # Megatron aligns the parameter groups of all ranks
         alone = [c for c in cases if c.optimizer == optimizer and not c.data_parallel]
         for start in range(0, len(alone), replicas):
             chunk = alone[start : start + replicas]
@@ -43,8 +43,11 @@ def main(folder: Path) -> None:
     join(folder / "oracle", rank)
     from megatron.core import parallel_state
 
+    from megatron_async.optimizer.flags import OptimizerFlags
+    from megatron_async.optimizer.registry import register
     from tests.distributed.exactness import Finding, StageRecords, oracle_records, run_case
 
+    register(OptimizerFlags())
     cases = [Case(**settings) for settings in [*equal_cases(), *unequal_cases()]]
     # The ranks share the oracle's work, then read each other's records.
     keys = list(dict.fromkeys(case.oracle_key() for case in cases))

@@ -7,6 +7,7 @@ implementation of it. Pipeline runs are compared with it byte for byte in fp32.
 from tests.oracle.arithmetic import (
     accumulated_norm,
     clip_coefficient,
+    compensated_gradient,
     published_weights,
     sequential_sum,
     written_weights,
@@ -23,6 +24,7 @@ __all__ = [
     "StageTensors",
     "accumulated_norm",
     "clip_coefficient",
+    "compensated_gradient",
     "default_rule",
     "published_weights",
     "sequential_sum",

@@ -1,4 +1,4 @@
-"""The arithmetic that byte equality depends on: gradient norm, clipping, and writing x from the masters."""
+"""The arithmetic that byte equality depends on: compensation, gradient norm, clipping, writing x from the masters."""
 
 from __future__ import annotations
 
@@ -49,7 +49,14 @@ def clip_coefficient(norm: float, limit: float) -> float:
 
 
 def written_weights(master_after: Tensor, update: Tensor, coefficient: float, dtype: torch.dtype) -> Tensor:
-    """x_{k+1} = z_{k+1} - c u_k, computed in fp32 and rounded once to the model dtype."""
+    """x_{k+1} = z_{k+1} - c u_k, computed in fp32 and rounded once to the model dtype.
+
+    Args:
+        master_after: z_{k+1}, fp32.
+        update: u_k, or the direction that a prediction follows, fp32.
+        coefficient: c, times the delay where that is not one update; for a prediction delay times learning rate.
+        dtype: Model dtype.
+    """
     if coefficient == 0.0:
         return master_after.to(dtype, copy=True)
     return torch.sub(master_after, update, alpha=coefficient).to(dtype)
@@ -64,3 +71,11 @@ def published_weights(initial: Tensor, updates: Sequence[Tensor], coefficient: f
         weights.append(weights[-1] - (1.0 + coefficient) * current + coefficient * previous)
         previous = current
     return weights
+
+
+def compensated_gradient(gradient: Tensor, difference: Tensor, strength: float) -> Tensor:
+    """g + lambda g g (x_k - x_read), as g * (lambda * (difference * g) + 1), fp32.
+
+    In this form, with one rounding an operation, a difference of zero changes no bit of g.
+    """
+    return gradient * (difference * gradient * strength + 1.0)

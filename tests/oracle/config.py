@@ -1,4 +1,4 @@
-"""What an oracle run computes: schedule, optimizer, error feedback, and an optional deliberate fault."""
+"""What an oracle run computes: schedule, optimizer, answer to the delay, and an optional deliberate fault."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import torch
 from torch import nn
 
 Schedule = Literal["sync", "2bw-async", "pipedream", "wpipe"]
-OptimizerName = Literal["adam", "sgd", "muon"]
+OptimizerName = Literal["adam", "sgd", "muon", "lion", "soap", "normuon", "adamuon", "adan", "mars", "nadam"]
+MATRIX_OPTIMIZERS: tuple[OptimizerName, ...] = ("muon", "lion", "soap", "normuon", "adamuon")
+"""Optimizers that take matrices only, as Megatron makes them; Adam takes the rest."""
+PREDICTABLE: tuple[OptimizerName, ...] = ("adam", "sgd", "muon", "lion")
+"""Optimizers that weight prediction is defined for."""
 Fault = Literal[
     "fresh_gradient",
     "stale_base",
@@ -21,6 +25,10 @@ Fault = Literal[
     "backward_rebound",
     "reordered_microbatches",
     "early_scaling",
+    "compensation_wrong_sign",
+    "compensation_stale_difference",
+    "prediction_lr_of_next_batch",
+    "cooldown_keeps_x",
 ]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
 
@@ -55,10 +63,17 @@ class OracleConfig:
     """One oracle run. The optimizer's fields bear the names of megatron-core's ``OptimizerConfig``.
 
     Attributes:
-        schedule: "sync" reads x_k, "2bw-async" reads x_{max(k-1,0)}, "pipedream" reads
-            x_{max(k-(p-1-s),0)} on stage s of p, "wpipe" x_{max(k-1,0)} on the first p // 2 stages and x_k on the
-            others.
-        ef_coefficient: c of the error feedback; 0 is off.
+        schedule: "sync" reads x_k, "2bw-async" reads x_{max(k-1,0)}, "pipedream" reads x_{max(k-(p-1-s),0)} on stage
+            s of p, "wpipe" reads x_{max(k-1,0)} on the first p // 2 stages and x_k on the others.
+        ef_coefficient: c of the error feedback; 0 is off. With a delay of D updates x_{k+1} = z_{k+1} - c D u_k.
+        delay_compensation: lambda of g * (1 + lambda * (x_k - x_read) * g), which takes the place of the gradient g
+            before the norm; 0 is off.
+        weight_prediction: Whether x_{k+1} = z_{k+1} - D * lr_k * d_k, where d_k is what the base optimizer makes of
+            its momentum alone.
+        sync_start: Batches 0 to N-1 run synchronously: they read x_k, gradients are not compensated, and x = z. From
+            batch N on the delay counts from there: batch k reads x_{max(k-D,N)}.
+        sync_cooldown: Number of batches at the end that run synchronously; before the first of them x becomes z.
+        batches: Number of batches of the run; needed for ``sync_cooldown`` alone.
         lr: Learning rate of batch k: a constant, a sequence indexed by k, or a function of k.
         clip_grad: Limit of the global gradient norm; 0 is off.
         dtype: Model dtype, torch.float32 or torch.bfloat16; masters are always fp32.
@@ -71,11 +86,18 @@ class OracleConfig:
             "backward_rebound" rebinds ``param.data`` there, which an op that saved a view does not notice.
             "reordered_microbatches" accumulates in reverse order; that shows in fp32 and for m >= 3 (two
             terms commute, and a few bf16 gradients add up exactly in fp32). "early_scaling" clips each
-            microbatch to ``clip_grad / m`` before accumulation, instead of the sum.
+            microbatch to ``clip_grad / m`` before accumulation, instead of the sum. "compensation_wrong_sign" takes
+            x_read - x_k, "compensation_stale_difference" the difference of the two versions before these,
+            "prediction_lr_of_next_batch" predicts with lr_{k+1}, "cooldown_keeps_x" cools down from x.
     """
 
     schedule: Schedule = "2bw-async"
     ef_coefficient: float = 0.0
+    delay_compensation: float = 0.0
+    weight_prediction: bool = False
+    sync_start: int = 0
+    sync_cooldown: int = 0
+    batches: int | None = None
     lr: float | Sequence[float] | Callable[[int], float] = 1e-2
     clip_grad: float = 0.0
     dtype: torch.dtype = torch.float32
@@ -96,10 +118,22 @@ class OracleConfig:
     muon_scale_mode: str = "spectral"
     muon_extra_scale_factor: float = 1.0
     muon_fp32_matmul_prec: str = "medium"
+    soap_shampoo_beta: float = 0.95
+    soap_use_kl_shampoo: bool = True
 
     def __post_init__(self) -> None:
         if self.schedule == "sync" and self.ef_coefficient != 0.0:
             raise ValueError("schedule='sync' has no error feedback: set ef_coefficient=0")
+        if self.schedule == "sync" and (self.delay_compensation or self.weight_prediction):
+            raise ValueError("schedule='sync' has no delay to compensate or to predict over")
+        if self.weight_prediction and self.optimizer not in PREDICTABLE:
+            raise ValueError(f"weight_prediction is not defined for optimizer={self.optimizer!r}")
+        if self.weight_prediction and (self.ef_coefficient or self.delay_compensation):
+            raise ValueError("weight_prediction excludes ef_coefficient and delay_compensation")
+        if self.delay_compensation and self.per_token:
+            raise ValueError("delay_compensation excludes per_token")
+        if self.sync_cooldown and self.batches is None:
+            raise ValueError("sync_cooldown needs batches")
         for value, allowed in (
             (self.schedule, get_args(Schedule)),
             (self.optimizer, get_args(OptimizerName)),
@@ -114,10 +148,20 @@ class OracleConfig:
         needs_delay = ("fresh_gradient", "stale_base", "backward_at_new_weights", "backward_rebound")
         if self.fault in needs_delay and self.schedule == "sync":
             raise ValueError(f"fault={self.fault!r} changes nothing under schedule='sync'")
-        if self.fault == "ef_drops_u0" and self.ef_coefficient == 0.0:
-            raise ValueError("fault='ef_drops_u0' changes nothing with ef_coefficient=0")
-        if self.fault == "early_scaling" and self.clip_grad <= 0.0:
-            raise ValueError("fault='early_scaling' changes nothing with clip_grad=0")
+        needs = {
+            "ef_drops_u0": ("ef_coefficient", self.ef_coefficient > 0.0),
+            "early_scaling": ("clip_grad", self.clip_grad > 0.0),
+            "compensation_wrong_sign": ("delay_compensation", self.delay_compensation != 0.0),
+            "compensation_stale_difference": ("delay_compensation", self.delay_compensation != 0.0),
+            "prediction_lr_of_next_batch": ("weight_prediction", self.weight_prediction),
+            "cooldown_keeps_x": (
+                "sync_cooldown and either ef_coefficient or weight_prediction",
+                self.sync_cooldown > 0 and (self.ef_coefficient > 0.0 or self.weight_prediction),
+            ),
+        }
+        option, is_there = needs.get(self.fault or "", ("", True))
+        if not is_there:
+            raise ValueError(f"fault={self.fault!r} changes nothing without {option}")
 
     def learning_rate(self, batch: int) -> float:
         """Learning rate of batch ``batch``, under the configured fault."""
@@ -127,13 +171,27 @@ class OracleConfig:
         return self.lr if isinstance(self.lr, float | int) else self.lr[index]
 
     def delay(self, stage: int, stages: int) -> int:
-        """Age in updates of the weights that stage ``stage`` of ``stages`` reads."""
-        return 0 if self.fault == "fresh_gradient" else self.nominal_delay(stage, stages)
-
-    def nominal_delay(self, stage: int, stages: int) -> int:
-        """The same without a fault: what error feedback corrects."""
+        """D, age in updates of the weights that the schedule lets stage ``stage`` of ``stages`` read."""
         if self.schedule == "sync":
             return 0
-        if self.schedule == "wpipe":
-            return 1 if stage < stages // 2 else 0
-        return 1 if self.schedule == "2bw-async" else stages - 1 - stage
+        if self.schedule == "pipedream":
+            return stages - 1 - stage
+        return 1 if self.schedule == "2bw-async" or stage < stages // 2 else 0
+
+    @property
+    def first_of_cooldown(self) -> int | None:
+        """Number of the first batch of the synchronous phase at the end; None if there is none."""
+        if self.sync_cooldown == 0 or self.batches is None:
+            return None
+        return self.batches - self.sync_cooldown
+
+    def is_synchronous(self, batch: int) -> bool:
+        """Whether batch ``batch`` belongs to a synchronous phase of an asynchronous run."""
+        end = self.first_of_cooldown
+        return batch < self.sync_start or (end is not None and batch >= end)
+
+    def age(self, batch: int, stage: int, stages: int) -> int:
+        """Age in updates of the weights that batch ``batch`` reads on a stage: at most back to the first version."""
+        if self.is_synchronous(batch) or self.fault == "fresh_gradient":
+            return 0
+        return min(self.delay(stage, stages), batch - self.sync_start)

@@ -14,10 +14,11 @@ from tests.oracle.arithmetic import (
     SumAcrossStages,
     accumulated_norm,
     clip_coefficient,
+    compensated_gradient,
     sequential_sum,
     written_weights,
 )
-from tests.oracle.base_optimizer import build_optimizers, group_order
+from tests.oracle.base_optimizer import build_optimizers, group_order, momentum_direction
 from tests.oracle.config import OracleConfig, ParamRule, default_rule
 
 Key = tuple[int, str]
@@ -34,7 +35,7 @@ class Record:
     Attributes:
         batch: k.
         losses: Loss of each microbatch, before the division by their number, fp32, shape (m,).
-        gradients: Accumulated and reduced over tied copies, before clipping, fp32.
+        gradients: Accumulated, reduced over tied copies and compensated, before clipping, fp32.
         norm: Global gradient norm before clipping.
         clip_coefficient: Factor applied to the gradients; 1.0 where nothing was clipped.
         skipped: Whether the norm was not finite, so that no weight changed.
@@ -115,7 +116,8 @@ class Oracle:
         flat = {(s, name): z for s, stage in enumerate(self._masters) for name, z in stage.items()}
         self._optimizers = build_optimizers(flat, rules, config)
         self._stale_masters = _clone(self._masters)
-        history = 1 + max(1, *(config.delay(s, len(stages)) for s in range(len(stages))))
+        # One more than is read, for a fault that takes the version before that.
+        history = 2 + max(1, *(config.delay(s, len(stages)) for s in range(len(stages))))
         initial = [{name: param.detach() for name, param in params.items()} for params in self._params]
         self._versions = [_clone(initial) for _ in range(history)]
         self._first_update_done = False
@@ -131,8 +133,14 @@ class Oracle:
             The state after the update.
         """
         lr = self.config.learning_rate(self.batch) if lr is None else lr
+        if self.batch == self.config.first_of_cooldown and self.config.fault != "cooldown_keeps_x":
+            self._versions[0] = [
+                {name: written_weights(z.detach(), z.detach(), 0.0, self.config.dtype) for name, z in stage.items()}
+                for stage in self._masters
+            ]
         gradients, losses = self._accumulate(microbatches)
         self._sum_tied(gradients)
+        self._compensate(gradients)
         norm = self._norm(gradients)
         before_clipping = _clone(gradients)
         skipped = not math.isfinite(norm)
@@ -148,7 +156,7 @@ class Oracle:
                     for gradient in stage.values():
                         gradient.mul_(coefficient)
             updates = self._update_masters(gradients, lr)
-            newest = self._write(updates)
+            newest = self._write(updates, lr)
         self._versions = [newest, *self._versions[:-1]]
         self.batch += 1
         return Record(
@@ -162,13 +170,14 @@ class Oracle:
             updates=updates,
             newest=_clone(self._versions[0]),
             older=_clone(self._versions[1]),
-            read_next=_clone([self._versions[self._delay(s)][s] for s in range(len(self.stages))]),
+            read_next=_clone([self._versions[self._age(s)][s] for s in range(len(self.stages))]),
             masters=_clone(self._masters),
             optimizer_state=self._optimizer_state(),
         )
 
-    def _delay(self, stage: int) -> int:
-        return self.config.delay(stage, len(self.stages))
+    def _age(self, stage: int) -> int:
+        """Age of the weights that the batch ``self.batch`` reads."""
+        return self.config.age(self.batch, stage, len(self.stages))
 
     def _accumulate(self, microbatches: Sequence[Microbatch]) -> tuple[StageTensors, Tensor]:
         replicas = self.config.replicas
@@ -212,7 +221,7 @@ class Oracle:
 
     def _forward_backward(self, index: int, microbatch: Microbatch, count: int) -> tuple[StageTensors, Tensor]:
         """Gradients (fp32) and loss of one microbatch; the graph is cut between stages, as in a pipeline."""
-        self._load(self._delay)
+        self._load(self._age)
         activation, target = microbatch
         inputs, outputs = [], []
         for number, stage in enumerate(self.stages):
@@ -263,6 +272,20 @@ class Oracle:
             gradients[first][first_name].copy_(total)
             gradients[last][last_name].copy_(total)
 
+    def _compensate(self, gradients: StageTensors) -> None:
+        """Move the gradients from the weights that were read to the newest ones."""
+        strength = self.config.delay_compensation
+        if strength == 0.0 or self.config.is_synchronous(self.batch):
+            return
+        if self.config.fault == "compensation_wrong_sign":
+            strength = -strength
+        offset = 1 if self.config.fault == "compensation_stale_difference" else 0
+        for number, stage in enumerate(gradients):
+            newest, read = self._versions[offset][number], self._versions[self._age(number) + offset][number]
+            for name, gradient in stage.items():
+                difference = newest[name].float() - read[name].float()
+                gradient.copy_(compensated_gradient(gradient, difference, strength))
+
     def _norm(self, gradients: StageTensors) -> float:
         counted = [
             [stage[name] for name in names if name in stage]
@@ -290,26 +313,39 @@ class Oracle:
             for stage, start in zip(self._masters, base, strict=True)
         ]
 
-    def _write(self, updates: StageTensors) -> StageTensors:
-        coefficient = self.config.ef_coefficient
-        uncorrected = self.config.fault == "ef_drops_u0" and not self._first_update_done
-        self._first_update_done = True
+    def _write(self, updates: StageTensors, lr: float) -> StageTensors:
+        synchronous = self.config.is_synchronous(self.batch)
+        uncorrected = self.config.fault == "ef_drops_u0" and not synchronous and not self._first_update_done
+        self._first_update_done = self._first_update_done or not synchronous
+        coefficient = 0.0 if synchronous or uncorrected else self.config.ef_coefficient
         newest: StageTensors = []
         for number, (stage, stage_updates) in enumerate(zip(self._masters, updates, strict=True)):
             # A weight that is read D updates late is corrected for D updates.
-            delay = self.config.nominal_delay(number, len(self.stages))
-            effective = 0.0 if uncorrected else coefficient * delay
-            newest.append(
-                {
-                    name: written_weights(master.detach(), stage_updates[name], effective, self.config.dtype)
-                    for name, master in stage.items()
-                }
-            )
+            delay = self.config.delay(number, len(self.stages))
+            written = {}
+            for name, master in stage.items():
+                step, effective = stage_updates[name], coefficient * delay
+                if self.config.weight_prediction and not synchronous:
+                    step, effective = self._prediction(master, delay, lr)
+                written[name] = written_weights(master.detach(), step, effective, self.config.dtype)
+            newest.append(written)
             if uncorrected:
                 # What x_1 = x_0 - u_0 followed by the published recursion amounts to in terms of z = x + c u.
                 for name, master in stage.items():
-                    master.data.add_(stage_updates[name], alpha=coefficient)
+                    master.data.add_(stage_updates[name], alpha=self.config.ef_coefficient * delay)
         return newest
+
+    def _prediction(self, master: nn.Parameter, delay: int, lr: float) -> tuple[Tensor, float]:
+        """Direction, and how far the weights go along it."""
+        if self.config.fault == "prediction_lr_of_next_batch":
+            lr = self.config.learning_rate(self.batch + 1)
+        optimizer, group = next(
+            (optimizer, group)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            if any(p is master for p in group["params"])
+        )
+        return momentum_direction(optimizer, group, master), delay * (lr * group["lr_mult"])
 
     def _optimizer_state(self) -> list[dict[str, dict[str, Tensor]]]:
         state = {param: values for optimizer in self._optimizers for param, values in optimizer.state.items()}

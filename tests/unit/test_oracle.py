@@ -481,17 +481,25 @@ VISIBLE_FAULTS = [
     for dtype in (torch.float32, torch.bfloat16)
     if (fault, dtype) != ("reordered_microbatches", torch.bfloat16)
 ]
+FAULTY_PART = {
+    "compensation_wrong_sign": {"delay_compensation": 2.0},
+    "compensation_stale_difference": {"delay_compensation": 2.0},
+    "prediction_lr_of_next_batch": {"weight_prediction": True},
+    "cooldown_keeps_x": {"ef_coefficient": 1.0, "sync_cooldown": 2, "batches": 4},
+}
+"""What a fault needs to be one; error feedback by default."""
 
 
 @OPTIMIZERS
 @pytest.mark.parametrize(("fault", "dtype"), VISIBLE_FAULTS, ids=lambda value: str(value).split(".")[-1])
 def test_every_fault_differs(config: OracleConfig, fault: str, dtype: torch.dtype):
-    assert_visible(replace(config, ef_coefficient=1.0, dtype=dtype), fault, stages=2)
+    part = FAULTY_PART.get(fault, {"ef_coefficient": 1.0})
+    assert_visible(replace(config, **part, dtype=dtype), fault, stages=2)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_differs_on_one_stage(fault: str):
-    assert_visible(replace(ADAM, ef_coefficient=1.0), fault, stages=1)
+    assert_visible(replace(ADAM, **FAULTY_PART.get(fault, {"ef_coefficient": 1.0})), fault, stages=1)
 
 
 def assert_visible(config: OracleConfig, fault: str, stages: int) -> None:
@@ -526,7 +534,7 @@ def test_saved_leaf_follows_rebinding_and_saved_view_does_not(linear: type, faul
     assert same_run(records(None), records(fault)) is not differs
 
 
-@pytest.mark.parametrize("options", [{"fault": "ef_drops_u0"}, {"fault": "early_scaling"}], ids=str)
+@pytest.mark.parametrize("options", [{"fault": fault} for fault in ("ef_drops_u0", "early_scaling", *FAULTY_PART)])
 def test_fault_without_effect_is_refused(options: dict):
     with pytest.raises(ValueError, match=options["fault"]):
         OracleConfig(**options)
@@ -541,6 +549,14 @@ def test_invalid_configurations_are_refused():
         OracleConfig(fault="fresh_gradients")
     with pytest.raises(ValueError, match="changes nothing"):
         OracleConfig(schedule="sync", fault="stale_base")
+    with pytest.raises(ValueError, match="soap"):
+        OracleConfig(weight_prediction=True, optimizer="soap")
+    with pytest.raises(ValueError, match="excludes"):
+        OracleConfig(weight_prediction=True, ef_coefficient=1.0)
+    with pytest.raises(ValueError, match="per_token"):
+        OracleConfig(delay_compensation=1.0, per_token=True)
+    with pytest.raises(ValueError, match="batches"):
+        OracleConfig(sync_cooldown=1)
 
 
 # --- reproducibility ---

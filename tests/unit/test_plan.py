@@ -1,4 +1,4 @@
-"""Plans of 2bw-async: an independent simulation runs them and watches every rule of the contract."""
+"""Plans of all schedules: an independent simulation runs them and watches every rule of the contract."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_async.pipeline.plan import SCHEDULES, Action, Op, Schedule, TwoBufferedWeights, make_schedule, run_steps
+from megatron_async.pipeline.plan import (
+    SCHEDULES,
+    Action,
+    Op,
+    PipeDream,
+    Schedule,
+    TwoBufferedWeights,
+    WPipe,
+    make_schedule,
+    run_steps,
+)
 
 
 def plans(
@@ -30,16 +40,32 @@ def check(condition: bool, message: str) -> None:
         raise Violation(message)
 
 
+# The contract's table: age in updates of the weights that stage s of p reads.
+DELAYS = {
+    TwoBufferedWeights: lambda s, p: 1,
+    PipeDream: lambda s, p: p - 1 - s,
+    WPipe: lambda s, p: int(s < p // 2),
+}
+
+
 class Stage:
     """Executes the actions of one stage, as far as messages and results of others allow."""
 
     def __init__(
-        self, number: int, plan: list[Action], stages: int, batches: list[int], in_flight_bound: int, unconfirmed: int
+        self,
+        number: int,
+        plan: list[Action],
+        stages: int,
+        batches: list[int],
+        in_flight_bound: int,
+        unconfirmed: int,
+        delay: int,
     ) -> None:
+        self.delay = delay
         self.number, self.plan, self.stages, self.batches = number, deque(plan), stages, batches
         self.bound, self.unconfirmed = in_flight_bound, unconfirmed
         self.live: deque[tuple[int, int, int]] = deque()
-        self.buffers = {0: "x_0", -1: "x_0"}  # version -> content; the version before the first is a copy
+        self.buffers = {-age: "x_0" for age in range(delay + 1)}  # version -> content; those before x_0 are copies
         self.newest = 0
         self.gradients_sent = 0
         self.confirmed = 0  # gradients that the stage before had consumed when it sent the last input
@@ -84,7 +110,7 @@ class Stage:
     def _forward(self, action: Action, world: World) -> None:
         if self.number > 0:
             self.confirmed = self._consume(Op.RECEIVE_ACTIVATION, action, world.activations[self.number])
-        check(action.version == max(action.batch - 1, 0), f"forward reads {action}")
+        check(action.version == max(action.batch - self.delay, 0), f"forward reads {action}")
         check(action.version in self.buffers, f"{action} reads a version that is not in memory: {self.buffers}")
         self.forwards[action.batch, action.microbatch] += 1
         self.live.append((action.batch, action.microbatch, action.version))
@@ -130,12 +156,12 @@ class Stage:
         k = action.batch
         check(k in self.taken and k not in self.completed, f"update {k} is not pending")
         check(action.version == k + 1 == self.newest + 1, f"{action} writes the wrong version")
-        overwritten = self.newest - 1
+        overwritten = self.newest - self.delay
         check(all(v != overwritten for *_, v in self.live), f"{action} overwrites x_{overwritten}, which is read")
         del self.buffers[overwritten]
         self.buffers[k + 1] = f"x_{k + 1}"
         self.newest = k + 1
-        check(len(self.buffers) == 2, "exactly two versions")
+        check(len(self.buffers) == self.delay + 1, "no more versions than the delay needs")
         self.completed.add(k)
 
 
@@ -160,11 +186,18 @@ class Channel:
 
 
 class World:
-    def __init__(self, plan: list[list[Action]], batches: list[int], factor: int) -> None:
+    def __init__(
+        self,
+        plan: list[list[Action]],
+        batches: list[int],
+        factor: int,
+        schedule: type[Schedule] = TwoBufferedWeights,
+    ) -> None:
         p = len(plan)
         bounds = [factor * (p - 1 - s) + 1 for s in range(p)]
-        unconfirmed = TwoBufferedWeights(p, 0, factor).unconfirmed_gradients()
-        self.stages = [Stage(s, plan[s], p, batches, bounds[s], unconfirmed) for s in range(p)]
+        unconfirmed = [schedule(p, s, factor).unconfirmed_gradients() for s in range(p)]
+        delays = [DELAYS[schedule](s, p) for s in range(p)]
+        self.stages = [Stage(s, plan[s], p, batches, bounds[s], unconfirmed[s], delays[s]) for s in range(p)]
         self.activations = [Channel() for _ in range(p)]
         self.gradients = [Channel() for _ in range(p)]
 
@@ -186,8 +219,10 @@ class World:
         check(not any(c.queue for c in self.activations + self.gradients), "nothing sent is left over")
 
 
-def simulate(plan: list[list[Action]], batches: list[int], factor: int) -> World:
-    world = World(plan, batches, factor)
+def simulate(
+    plan: list[list[Action]], batches: list[int], factor: int, schedule: type[Schedule] = TwoBufferedWeights
+) -> World:
+    world = World(plan, batches, factor, schedule)
     world.run()
     world.audit(batches)
     return world
@@ -205,6 +240,36 @@ def test_plan_keeps_the_contract(stages: int, factor: int) -> None:
         most = [s.most_in_flight for s in world.stages]
         assert most == [factor * (stages - 1 - s) + 1 for s in range(stages)]
         assert most == [TwoBufferedWeights(stages, s, factor).in_flight() for s in range(stages)]
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize("stages", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("schedule", [PipeDream, WPipe])
+def test_plans_of_other_delays_keep_the_contract(schedule: type[Schedule], stages: int, factor: int) -> None:
+    least = factor * (stages - 1) + 1
+    for m in (least, least + 1, 4 * stages):
+        batches = [m] * (stages + 3)
+        world = simulate(plans(stages, batches, factor, schedule), batches, factor, schedule)
+        assert [s.most_in_flight for s in world.stages] == [factor * (stages - 1 - s) + 1 for s in range(stages)]
+
+
+def test_delays() -> None:
+    assert [PipeDream(4, s).delays for s in range(4)] == [(3,), (2,), (1,), (0,)]
+    assert [WPipe(4, s).delays for s in range(4)] == [(1,), (1,), (0,), (0,)]
+    assert [WPipe(3, s).delays for s in range(3)] == [(1,), (0,), (0,)]
+    assert [TwoBufferedWeights(4, s).delays for s in range(4)] == [(1,)] * 4
+
+
+def test_a_single_stage_has_the_delays_of_those_it_simulates() -> None:
+    assert make_schedule("pipedream", 1, 0, simulated_stages=4).delays == (3, 2, 1, 0)
+    assert make_schedule("wpipe", 1, 0, simulated_stages=2).delays == (1, 0)
+    schedule = make_schedule("pipedream", 1, 0, simulated_stages=4)
+    # Some weights are as new as possible: the update is complete before the first forward.
+    assert _told(schedule, 2) == [
+        *(("t", 1, -1), ("c", 1, -1), ("f", 2, 0), ("b", 2, 0), ("f", 2, 1), ("b", 2, 1), ("b", 2, -1)),
+    ]
+    with pytest.raises(ValueError, match="2 stages cannot simulate 4"):
+        make_schedule("pipedream", 2, 0, simulated_stages=4)
 
 
 @pytest.mark.parametrize("factor", [1, 2])
@@ -249,21 +314,23 @@ def test_without_slack_an_update_completes_just_before_its_result_is_read() -> N
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_stopping_between_steps_leaves_only_messages_that_are_posted(stages: int) -> None:
+@pytest.mark.parametrize("kind", list(DELAYS))
+def test_stopping_between_steps_leaves_only_messages_that_are_posted(kind: type[Schedule], stages: int) -> None:
     """After any step: what was sent and not consumed is what the receiver has posted."""
     for factor in (1, 2):
         batches = [2 * stages] * 3
         for cut in (1, 2):
             cut_plans = []
             for stage in range(stages):
-                schedule = TwoBufferedWeights(stages, stage, factor)
+                schedule = kind(stages, stage, factor)
                 steps = list(run_steps(batches))[:cut]
                 cut_plans.append([a for step in steps for a in schedule.actions(step)])
-            world = World(cut_plans, batches, factor)
+            world = World(cut_plans, batches, factor, kind)
             world.run()
             for s in range(1, stages):
                 assert list(world.activations[s].queue) == list(world.stages[s].posted[Op.RECEIVE_ACTIVATION])
-                assert len(world.activations[s].queue) == factor
+                if kind is not WPipe:
+                    assert len(world.activations[s].queue) == factor
             assert not any(c.queue for c in world.gradients)
 
 
