@@ -168,6 +168,11 @@ class AsyncPipelineConfig:
                 "--async-delay-compensation needs the mean gradient before the norm is taken, and "
                 "--calculate-per-token-loss knows it only afterwards; drop one of them"
             )
+        if strength and self.pipeline_schedule != "2bw-async" and not args.untie_embeddings_and_output_weights:
+            raise ConfigurationError(
+                f"--async-delay-compensation with --pipeline-schedule={self.pipeline_schedule} would correct the two "
+                "copies of a tied weight for different delays; add --untie-embeddings-and-output-weights"
+            )
         if self.async_weight_prediction:
             for flag in self._set_among("async_error_feedback", "async_delay_compensation"):
                 raise ConfigurationError(f"--async-weight-prediction corrects the same delay as {flag}; drop one")

@@ -82,6 +82,11 @@ def find_masters(optimizer: Any) -> list[Master]:
     return [master for base in base_optimizers(optimizer) for master in _masters_of(base)]
 
 
+def find_known_masters(optimizer: Any) -> list[Master]:
+    """The masters that Megatron itself has, in the order of its groups: an fp32 parameter is its own."""
+    return [master for base in base_optimizers(optimizer) for master in _known_masters(base)]
+
+
 def covered_parameters(optimizer: Any) -> set[torch.nn.Parameter]:
     """Parameters that the optimizer updates, here or, with the distributed optimizer, on a data-parallel peer."""
     covered: set[torch.nn.Parameter] = set()

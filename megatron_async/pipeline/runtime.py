@@ -108,6 +108,7 @@ class AsyncPipeline:
             self.schedule.unconfirmed_gradients(),
         )
         gradients = Gradients(model, self._finalize_gradients, masters)
+        gradients.detach()  # what a synchronous step before may have left
         model.zero_grad_buffer = _do_nothing
         tied_weight, tied_group = _find_tied_weight(model, pg_collection)
         everyone = dist.group.WORLD if gradients.has_peers else optimizer.get_grad_stats_parallel_group()

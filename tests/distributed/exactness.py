@@ -11,12 +11,17 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule, TransformerConfig
 
+from megatron_async.optimizer.deferred_step import UpdateResult
 from megatron_async.optimizer.delay_compensation import compensate_delay_
+from megatron_async.optimizer.masters import find_known_masters
 from megatron_async.pipeline.runtime import AsyncPipeline, PipelineOptions
 from tests.distributed.exactness_cases import Case, learning_rate
 from tests.models import Stage, build_stages, cross_entropy, tied_pairs
@@ -30,6 +35,9 @@ def oracle_records(case: Case) -> list[Record]:
         ef_coefficient=case.ef,
         delay_compensation=case.compensation,
         weight_prediction=case.prediction,
+        sync_start=case.sync_start,
+        sync_cooldown=case.sync_cooldown,
+        batches=case.updates,
         lr=lambda batch: learning_rate(case.optimizer, batch),
         dtype=getattr(torch, case.dtype),
         replicas=case.replicas,
@@ -56,6 +64,7 @@ class PipelineStage(MegatronModule):
     def __init__(self, config: TransformerConfig, stage: Stage) -> None:
         super().__init__(config)
         self.stage = stage
+        self.model_type = ModelType.encoder_or_decoder
         self.pre_process, self.post_process = stage.pre_process, stage.post_process
         self.share_embeddings_and_output_weights = stage.share_embeddings_and_output_weights
         self.input_tensor: torch.Tensor | None = None
@@ -70,8 +79,29 @@ class PipelineStage(MegatronModule):
         return self.stage(tokens if self.pre_process else self.input_tensor)
 
 
-def build_pipeline(case: Case) -> tuple[AsyncPipeline, Any]:
-    """The pipeline of this rank and its Megatron optimizer; the model-parallel groups must be initialized."""
+@dataclass
+class Parts:
+    """What Megatron has on this rank: model, optimizer, process groups."""
+
+    model: DistributedDataParallel
+    optimizer: Any
+    groups: Any
+
+    def pipeline(self, case: Case) -> AsyncPipeline:
+        options = PipelineOptions(
+            schedule=case.schedule,
+            warmup_factor=case.warmup_factor,
+            ef_coefficient=case.ef,
+            delay_compensation=case.compensation,
+            weight_prediction=case.prediction,
+            per_token=case.per_token,
+            simulated_stages=case.simulated,
+        )
+        return AsyncPipeline(model=self.model, optimizer=self.optimizer, pg_collection=self.groups, options=options)
+
+
+def build_parts(case: Case) -> Parts:
+    """The parts of this rank; the model-parallel groups must be initialized."""
     rank = parallel_state.get_pipeline_model_parallel_rank()
     dtype = getattr(torch, case.dtype)
     config = TransformerConfig(
@@ -113,16 +143,28 @@ def build_pipeline(case: Case) -> tuple[AsyncPipeline, Any]:
     )
     for group in optimizer.param_groups:
         group["weight_decay"] *= group.get("wd_mult", 1.0)  # as Megatron's scheduler does
-    options = PipelineOptions(
-        schedule=case.schedule,
-        warmup_factor=case.warmup_factor,
-        ef_coefficient=case.ef,
-        delay_compensation=case.compensation,
-        weight_prediction=case.prediction,
-        per_token=case.per_token,
-        simulated_stages=case.simulated,
+    return Parts(model, optimizer, groups)
+
+
+def synchronous_step(case: Case, parts: Parts, data: Iterator[Any]) -> Any:
+    """Megatron's own schedule and step; returns (losses, gradient norm)."""
+    config = parts.model.config
+    config.finalize_model_grads_func = finalize_model_grads
+    parts.optimizer.zero_grad()
+    losses = get_forward_backward_func()(
+        forward_step_func=forward_step_of(case),
+        data_iterator=data,
+        model=[parts.model],
+        num_microbatches=case.microbatches,
+        seq_length=case.spec.sequence,
+        micro_batch_size=case.spec.micro_batch,
+        p2p_communicator=P2PCommunicator(pp_group=parts.groups.pp, config=config),
+        pg_collection=parts.groups,
     )
-    return AsyncPipeline(model=model, optimizer=optimizer, pg_collection=groups, options=options), optimizer
+    config.finalize_model_grads_func = None
+    successful, norm, _ = parts.optimizer.step()
+    assert successful
+    return losses, norm
 
 
 def loss_function(targets: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -233,34 +275,60 @@ class StageRecords:
 class Comparison:
     """Compares every update of the pipeline with the oracle's, byte for byte."""
 
-    def __init__(self, case: Case, pipeline: AsyncPipeline, records: StageRecords) -> None:
+    def __init__(self, case: Case, parts: Parts, records: StageRecords) -> None:
         self.case = case
-        self.pipeline = pipeline
+        self.parts = parts
         self.records = records
         self.differences: list[str] = []
         self.compared = 0
-        names = {id(p): n for n, p in pipeline.model.module.stage.named_parameters()}
-        self.masters = {id(m.parameter): m for m in pipeline.updates.masters}
-        self.parameters = sorted(
-            ((names[id(p)], i, p) for i, p in enumerate(pipeline.versions.parameters)), key=lambda entry: entry[0]
-        )
+        self.parameters = sorted(parts.model.module.stage.named_parameters(), key=lambda entry: entry[0])
         self.losses: dict[int, torch.Tensor] = {}
+        self.pipeline: AsyncPipeline | None = None
 
-    def __call__(self, result: Any) -> None:
+    def watch(self, pipeline: AsyncPipeline) -> None:
+        """Compare the updates of a pipeline from here on."""
+        self.pipeline = pipeline
+        self.masters = {id(m.parameter): m for m in pipeline.updates.masters}
+        self.positions = {id(p): i for i, p in enumerate(pipeline.versions.parameters)}
+        pipeline.updates.on_complete.append(self)
+
+    def synchronous(self, update: int, norm: float) -> None:
+        """Compare an update that Megatron has made itself. Its gradients are scaled and its loss is as ever."""
+        self.masters = {id(m.parameter): m for m in find_known_masters(self.parts.optimizer)}
+        result = UpdateResult(update, norm, skipped=False)
+        found: Labelled = [("norm", self._norm(result)), ("losses", self._losses(update, counts=True))]
+        for name, parameter in self.parameters:
+            _, master, state = self._optimizer_side(update, name, parameter)
+            gradient = self.records.read(update, f"{name} gradient", torch.float32)
+            found += [(f"{name} gradient", gradient), (f"{name} newest", parameter.data)]
+            found += [(f"{name} read next", parameter.data), (f"{name} master", master)]
+            found += [(f"{name} {key}", state[key]) for key in sorted(state)]
+        self._compare(update, found)
+
+    def __call__(self, result: UpdateResult) -> None:
+        assert self.pipeline is not None
+        # The pipeline counts from its own start.
+        result = replace(result, update=result.update + self.case.sync_start)
         update, counts = result.update, not result.skipped
         versions = self.pipeline.versions
-        read_next = versions.tensors_read(update + 1)
+        newest, read_next = versions.tensors(versions.newest), versions.tensors_read(versions.newest)
+        if self.case.is_synchronous(update + 1) and update + 1 < self.case.updates:
+            read_next = newest
         found: Labelled = [("norm", self._norm(result)), ("losses", self._losses(update, counts))]
-        for name, i, parameter in self.parameters:
+        for name, parameter in self.parameters:
+            i = self.positions[id(parameter)]
             gradient, master, state = self._optimizer_side(update, name, parameter)
             found += [
                 (f"{name} gradient", zero_unless(counts, gradient)),
-                (f"{name} newest", versions.tensors(update + 1)[i]),
+                (f"{name} newest", newest[i]),
                 (f"{name} read next", read_next[i]),
                 (f"{name} master", master),
             ]
             found += [(f"{name} {key}", state[key]) for key in sorted(state)]
-        stage = self.pipeline.schedule.stage
+        self._compare(update, found)
+
+    def _compare(self, update: int, found: Labelled) -> None:
+        stage = parallel_state.get_pipeline_model_parallel_rank()
         self.differences += [f"update {update}, stage {stage}: {d}" for d in self.records.differences(update, found)]
         self.compared += 1
 
@@ -282,12 +350,11 @@ class Comparison:
 
     def _optimizer_side(
         self, update: int, name: str, parameter: torch.nn.Parameter
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    ) -> tuple[Any, torch.Tensor, dict[str, torch.Tensor]]:
         """Gradient, master and optimizer state; what other ranks hold of a sharded one is the oracle's."""
         master = self.masters.get(id(parameter))
+        gradient = None if self.pipeline is None else self.pipeline.updates.gradients.of(parameter)
         if master is not None and master.shard is None:
-            gradient = self.pipeline.updates.gradients.of(parameter)
-            assert gradient is not None
             return gradient, master.weight, self._state(master.optimized)
 
         def whole(key: str, own: torch.Tensor | None) -> torch.Tensor:
@@ -302,18 +369,17 @@ class Comparison:
         state = {} if master is None else self._state(master.optimized)
         keys = [label.removeprefix(f"{name} ") for label, _ in self.records.layouts[update]]
         keys = [key for key in keys if key in ("exp_avg", "exp_avg_sq", "step")]
-        gradient = None if master is None else self.pipeline.updates.gradients.of(parameter)
         weight = None if master is None else master.weight
         return whole("gradient", gradient), whole("master", weight), {key: whole(key, state.get(key)) for key in keys}
 
     def _state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        for base in self.pipeline.updates.optimizer.chained_optimizers:
+        for base in self.parts.optimizer.chained_optimizers:
             if parameter in base.optimizer.state:
                 return {k: v for k, v in base.optimizer.state[parameter].items() if isinstance(v, torch.Tensor)}
         return {}
 
     def remember(self, batch: int, losses: list[dict[str, torch.Tensor]]) -> None:
-        if self.pipeline.schedule.is_last:
+        if losses:
             self.losses[batch] = torch.stack([entry["loss"].float() for entry in losses])
 
 
@@ -376,35 +442,55 @@ def run_case(case: Case, records: StageRecords) -> Finding:
 
 def train(case: Case, records: StageRecords) -> tuple[Finding, int]:
     """Train all batches of the case; the second value is the bytes of all tensors that are alive at the end."""
-    pipeline, optimizer = build_pipeline(case)
-    comparison = Comparison(case, pipeline, records)
-    pipeline.updates.on_complete.append(comparison)
+    parts = build_parts(case)
+    comparison = Comparison(case, parts, records)
+    pipeline: AsyncPipeline | None = None
     first = case.microbatches * own_replica(case)
     data = (case.microbatch(k, first + i) for k in range(case.updates) for i in range(case.microbatches))
-    SABOTAGES[case.sabotage](pipeline)
     for k in range(case.updates):
-        pipeline.model.zero_grad_buffer()
+        parts.model.zero_grad_buffer()
+        if case.is_synchronous(k):
+            if pipeline is not None:
+                pipeline.hand_back()
+                pipeline = comparison.pipeline = None
+            losses, norm = synchronous_step(case, parts, data)
+            comparison.remember(k, losses)
+            comparison.synchronous(k, norm)
+            set_learning_rate(case, parts, k + 1)
+            continue
+        if pipeline is None:
+            pipeline = parts.pipeline(case)
+            comparison.watch(pipeline)
+            SABOTAGES[case.sabotage](pipeline)
+        drains = k + 1 == case.updates or case.is_synchronous(k + 1)
         losses = pipeline.forward_backward(
             forward_step_func=forward_step_of(case),
             data_iterator=data,
             num_microbatches=case.microbatches,
-            next_num_microbatches=case.microbatches if k + 1 < case.updates else None,
+            next_num_microbatches=None if drains else case.microbatches,
             seq_length=case.spec.sequence,
             micro_batch_size=case.spec.micro_batch,
         )
         comparison.remember(k, losses)
         pipeline.step()
-        # As Megatron's scheduler does: the rate of the next batch, before the deferred step has run.
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(case.optimizer, k + 1)
+        set_learning_rate(case, parts, k + 1)
         if case.complete_early and k % 3 == 0:
             pipeline.bind_newest()
-    pipeline.complete()
-    # Closed first: the threads of a process group hold the tensors of its last operation for a moment longer.
-    pipeline.close()
-    finding = Finding(case, comparison.compared, comparison.differences, 0, bytes_of_the_table(pipeline))
-    pipeline.model.module.input_tensor = None  # the last activation: Megatron's models keep it until the next
+    table = 0
+    if pipeline is not None:
+        pipeline.complete()
+        # Closed first: the threads of a process group hold the tensors of its last operation for a moment longer.
+        pipeline.close()
+        table = bytes_of_the_table(pipeline)
+    finding = Finding(case, comparison.compared, comparison.differences, 0, table)
+    parts.model.module.input_tensor = None  # the last activation: Megatron's models keep it until the next
     return finding, live_bytes() if case.counts_bytes else 0
+
+
+def set_learning_rate(case: Case, parts: Parts, batch: int) -> None:
+    """As Megatron's scheduler does: the rate of the next batch, before the deferred step has run."""
+    for group in parts.optimizer.param_groups:
+        group["lr"] = learning_rate(case.optimizer, batch)
 
 
 def _no_rebinding(pipeline: AsyncPipeline) -> None:
@@ -502,6 +588,11 @@ def _compensated_too_early(pipeline: AsyncPipeline) -> None:
     updates._find_uncompensated = at_once  # type: ignore[method-assign]
 
 
+def _hand_back_x(pipeline: AsyncPipeline) -> None:
+    """The synchronous phase begins with the corrected weights."""
+    pipeline._make_plain_iterate = lambda: pipeline.versions.tensors(pipeline.versions.newest)  # type: ignore[method-assign]
+
+
 SABOTAGES: dict[str | None, Callable[[AsyncPipeline], None]] = {
     None: lambda pipeline: None,
     "no rebinding before the backward": _no_rebinding,
@@ -513,4 +604,5 @@ SABOTAGES: dict[str | None, Callable[[AsyncPipeline], None]] = {
     "shards are not gathered": _not_gathered,
     "a token too many": _a_token_too_many,
     "compensated before the tied sum": _compensated_too_early,
+    "hands back x": _hand_back_x,
 }

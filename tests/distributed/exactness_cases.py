@@ -41,6 +41,8 @@ class Case:
     tied: bool = False
     compensation: float = 0.0
     prediction: bool = False
+    sync_start: int = 0
+    sync_cooldown: int = 0
     clip: float = 0.5
     blocks: tuple[str, ...] = ("leaf", "view", "mixed", "leaf")
     updates: int = UPDATES
@@ -75,6 +77,7 @@ class Case:
             + ["unclipped"] * (self.clip == 0)
             + [f"lambda{self.compensation}"] * (self.compensation != 0)
             + ["predicted"] * self.prediction
+            + [f"sync{self.sync_start}+{self.sync_cooldown}"] * bool(self.sync_start or self.sync_cooldown)
             + [f"poisoned{self.poisoned}"] * (self.poisoned is not None)
         )
         parts += [f"fault={self.fault}"] * bool(self.fault) + [f"sabotage={self.sabotage}"] * bool(self.sabotage)
@@ -112,7 +115,11 @@ class Case:
     @property
     def norm_is_exact(self) -> bool:
         """Whether the norm has the oracle's bytes: shards and late scaling round in other places."""
-        return not (self.sharded or self.per_token or self.simulated > 1)
+        return not (self.sharded or self.per_token or self.simulated > 1 or self.sync_start or self.sync_cooldown)
+
+    def is_synchronous(self, batch: int) -> bool:
+        """Whether a batch runs with Megatron's own schedule."""
+        return not self.sync_start <= batch < self.updates - self.sync_cooldown
 
     @property
     def oracle_stages(self) -> int:
@@ -235,7 +242,7 @@ def equal_cases() -> list[dict[str, Any]]:
         {"stages": p, "microbatches": p + 1, "optimizer": "adam", "ef": 1.0, "complete_early": True} for p in (1, 2, 4)
     ]
     cases += [{"stages": p, "microbatches": p, "optimizer": "adam", "ef": 0.35, "clip": 0.0} for p in (1, 4)]
-    return cases + other_schedules() + mitigations() + other_optimizers()
+    return cases + other_schedules() + mitigations() + other_optimizers() + synchronous_phases()
 
 
 def other_schedules() -> list[dict[str, Any]]:
@@ -314,6 +321,29 @@ def mitigations() -> list[dict[str, Any]]:
     return cases
 
 
+def synchronous_phases() -> list[dict[str, Any]]:
+    """Synchronous start and cooldown. Megatron rounds the norm in another place, hence no clipping."""
+    both = {"sync_start": 4, "sync_cooldown": 7, "clip": 0.0, "ef": 1.0}
+    cases: list[dict[str, Any]] = [
+        {**both, "stages": p, "microbatches": p + 1, "optimizer": optimizer, "dtype": dtype}
+        for p in (1, 2, 4)
+        for optimizer in ("adam", "muon")
+        for dtype in ("float32", "bfloat16")
+    ]
+    two = {**both, "stages": 2, "microbatches": 3, "optimizer": "adam"}
+    return [
+        *cases,
+        {**two, "tied": True},
+        {**two, "sync_start": 0, "optimizer": "mars", "warmup_factor": 2},
+        {**two, "sync_cooldown": 0, "compensation": 2.0, "ef": 0.0},
+        {**two, "prediction": True, "ef": 0.0, "data_parallel": True},
+        {**two, **SHARDED},
+        {**two, **SHARDED, "dtype": "bfloat16"},
+        {**two, "schedule": "pipedream", "optimizer": "soap"},
+        {**two, "schedule": "wpipe", "stages": 4, "microbatches": 5},
+    ]
+
+
 def other_optimizers() -> list[dict[str, Any]]:
     """Every other optimizer with error feedback in both dtypes, and with delay compensation."""
     settings = ({"ef": 1.0}, {"ef": 0.35, "dtype": "bfloat16"}, {"compensation": 2.0})
@@ -351,6 +381,8 @@ def unequal_cases() -> list[dict[str, Any]]:
         {**delayed, "prediction": True, "sabotage": "learning rate of the next batch"},
         {**delayed, "compensation": 2.0, "sabotage": "compensated before the tied sum", "tied": True},
     ]
+    phases = {**base, "clip": 0.0, "sync_start": 2, "sync_cooldown": 3}
+    cases += [{**phases, "fault": "cooldown_keeps_x"}, {**phases, "sabotage": "hands back x"}]
     leaf, view = ("leaf",) * 4, ("view",) * 4
     cases += [
         {**base, "sabotage": "no rebinding before the backward", "blocks": leaf},

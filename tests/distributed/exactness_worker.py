@@ -25,8 +25,12 @@ def join(store: Path, rank: int) -> None:
 
 def rounds(cases: list[Case], replicas: int) -> Iterator[list[Case]]:
     """What the replicas of a pipeline run at the same time: each a case of its own, or all the same one."""
-    for optimizer in dict.fromkeys(c.optimizer for c in cases):  # Megatron aligns the parameter groups of all ranks
-        alone = [c for c in cases if c.optimizer == optimizer and not c.data_parallel]
+    # Megatron aligns the parameter groups of all ranks, and a pipeline makes process groups when it starts.
+    alike = dict.fromkeys((c.optimizer, c.sync_start, c.sync_cooldown, c.updates) for c in cases)
+    for key in alike:
+        alone = [
+            c for c in cases if (c.optimizer, c.sync_start, c.sync_cooldown, c.updates) == key and not c.data_parallel
+        ]
         for start in range(0, len(alone), replicas):
             chunk = alone[start : start + replicas]
             yield chunk + [chunk[-1]] * (replicas - len(chunk))
