@@ -48,6 +48,10 @@ class AsyncPipelineConfig:
     """Write weights that are predicted by momentum, as in SpecTrain and XPipe: x = z - D lr d, d being the direction
     that the optimizer's momentum alone gives, D the delay in updates. With --optimizer adam, sgd, muon or lion."""
 
+    async_lr_discount_iters: int = 0
+    """K of the learning-rate discount of PipeMare and AsyncPP: parameters with a delay of D > 1 updates begin with
+    lr / D, and come to lr in K asynchronous iterations. 0 is off. For --pipeline-schedule=pipedream."""
+
     async_sync_start_iters: int = 0
     """Iterations at the start of training that run synchronously, with Megatron's own schedule."""
 
@@ -162,6 +166,15 @@ class AsyncPipelineConfig:
         if not math.isfinite(strength) or strength < 0:
             raise ConfigurationError(
                 f"--async-delay-compensation must be a finite number of at least 0, got {strength}"
+            )
+        if self.async_lr_discount_iters < 0:
+            raise ConfigurationError(
+                f"--async-lr-discount-iters must be at least 0, got {self.async_lr_discount_iters}"
+            )
+        if self.async_lr_discount_iters and self.pipeline_schedule != "pipedream":
+            raise ConfigurationError(
+                f"--async-lr-discount-iters has no effect with --pipeline-schedule={self.pipeline_schedule}, whose "
+                "delays are not above one update; use pipedream or drop it"
             )
         if strength and args.calculate_per_token_loss:
             raise ConfigurationError(

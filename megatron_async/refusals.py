@@ -1,4 +1,4 @@
-"""What ``2bw-async`` does not support yet, as one table: refused before training starts, never silently wrong."""
+"""What asynchronous schedules do not support yet: refused before training starts, never silently wrong."""
 
 import argparse
 from collections.abc import Callable

@@ -281,6 +281,7 @@ class Session:
                 simulated_stages=self.config.simulate_pipeline_stages,
                 delay_compensation=self.config.async_delay_compensation,
                 weight_prediction=self.config.async_weight_prediction,
+                lr_discount_iters=self.config.async_lr_discount_iters,
             ),
             trace=self.make_trace(),
         )

@@ -57,7 +57,7 @@ def asynchronous(session: Session) -> tuple[Replacement, ...]:
             replace=lambda original: replace(original, session),
             parameters=parameters,
             reason=reason,
-            enabled_by="--pipeline-schedule=2bw-async",
+            enabled_by="an asynchronous --pipeline-schedule",
         )
 
     return (

@@ -8,7 +8,7 @@ exact global norm, steps, and writes x_{k+1}.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,6 +24,7 @@ from megatron_async.optimizer.agreement import Agreed, Agreement
 from megatron_async.optimizer.delay_compensation import compensate_delay_
 from megatron_async.optimizer.error_feedback import keep_masters, write_corrected_weights
 from megatron_async.optimizer.gradients import Gradients
+from megatron_async.optimizer.learning_rate_discount import discount_factor, discounted
 from megatron_async.optimizer.masters import Master, base_optimizers
 from megatron_async.optimizer.parameter_gather import ParameterGather
 from megatron_async.optimizer.weight_prediction import WeightPrediction
@@ -72,6 +73,7 @@ class DeferredStep:
         ef_coefficient: c of the error feedback, 0 for none.
         delay_compensation: lambda of the Taylor compensation, 0 for none.
         weight_prediction: Whether to write weights that are predicted by momentum.
+        lr_discount_iters: K of the learning-rate discount of delays above one update, 0 for none.
         timeout: Timeout of the group for the agreement; None for PyTorch's default.
         trace: Where the times of waits and steps go.
 
@@ -96,6 +98,7 @@ class DeferredStep:
         ef_coefficient: float = 0.0,
         delay_compensation: float = 0.0,
         weight_prediction: bool = False,
+        lr_discount_iters: int = 0,
         timeout: timedelta | None = None,
         trace: Trace = NO_TRACE,
     ) -> None:
@@ -124,6 +127,7 @@ class DeferredStep:
         positions = {parameter: i for i, parameter in enumerate(versions.parameters)}
         self._positions = [positions[master.parameter] for master in masters]
         self._delays = [1 if delays is None else delays[i] for i in self._positions]
+        self._lr_discount_iters = lr_discount_iters
         self._uncompensated: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._prediction: WeightPrediction | None = None
         if weight_prediction:
@@ -332,12 +336,24 @@ class DeferredStep:
 
     @contextmanager
     def _values_of_the_batch(self) -> Iterator[None]:
-        """Learning rate and weight decay of the batch that the pending update belongs to."""
+        """Learning rate, discounted if it has to be, and weight decay of the batch that the pending update is for."""
         values = self._exchange_schedule(self._schedule)
         try:
-            yield
+            with self._discount():
+                yield
         finally:
             self._exchange_schedule(values)
+
+    def _discount(self) -> AbstractContextManager[None]:
+        if not self._lr_discount_iters:
+            return nullcontext()
+        assert self._pending is not None
+        factors = {
+            master.optimized: discount_factor(delay, self._pending, self._lr_discount_iters)
+            for master, delay in zip(self.masters, self._delays, strict=True)
+        }
+        inner = [base.optimizer for base in base_optimizers(self.optimizer) if not base.is_stub_optimizer]
+        return discounted(inner, factors)
 
     def _exchange_schedule(self, values: list[tuple[float, float]]) -> list[tuple[float, float]]:
         """Set learning rate and weight decay of every group, and return what stood there."""

@@ -130,8 +130,8 @@ def _known_masters(optimizer: Any) -> Iterator[Master]:
         yield from _sharded_masters(optimizer, optimizer.model_fp32_groups, optimizer.shard_fp32_groups)
     else:
         raise TypeError(
-            f"2bw-async cannot defer the step of {type(optimizer).__name__}: use --optimizer adam, sgd or muon "
-            "(adam with --use-distributed-optimizer)"
+            f"the step of {type(optimizer).__name__} cannot be deferred: drop --use-distributed-optimizer "
+            "or use --optimizer adam with it"
         )
 
 

@@ -37,6 +37,7 @@ class PipelineOptions:
         simulated_stages: Number of stages of the pipeline whose delays this one stage reproduces.
         delay_compensation: See ``--async-delay-compensation``.
         weight_prediction: See ``--async-weight-prediction``.
+        lr_discount_iters: See ``--async-lr-discount-iters``.
     """
 
     schedule: str = "2bw-async"
@@ -47,6 +48,7 @@ class PipelineOptions:
     simulated_stages: int = 1
     delay_compensation: float = 0.0
     weight_prediction: bool = False
+    lr_discount_iters: int = 0
 
 
 class AsyncPipeline:
@@ -127,6 +129,7 @@ class AsyncPipeline:
             ef_coefficient=options.ef_coefficient,
             delay_compensation=options.delay_compensation,
             weight_prediction=options.weight_prediction,
+            lr_discount_iters=options.lr_discount_iters,
             timeout=options.timeout,
             trace=trace,
         )

@@ -35,6 +35,7 @@ def oracle_records(case: Case) -> list[Record]:
         ef_coefficient=case.ef,
         delay_compensation=case.compensation,
         weight_prediction=case.prediction,
+        lr_discount_iters=case.discount,
         sync_start=case.sync_start,
         sync_cooldown=case.sync_cooldown,
         batches=case.updates,
@@ -94,6 +95,7 @@ class Parts:
             ef_coefficient=case.ef,
             delay_compensation=case.compensation,
             weight_prediction=case.prediction,
+            lr_discount_iters=case.discount,
             per_token=case.per_token,
             simulated_stages=case.simulated,
         )
@@ -593,6 +595,11 @@ def _hand_back_x(pipeline: AsyncPipeline) -> None:
     pipeline._make_plain_iterate = lambda: pipeline.versions.tensors(pipeline.versions.newest)  # type: ignore[method-assign]
 
 
+def _no_discount(pipeline: AsyncPipeline) -> None:
+    """Every stage steps with the whole learning rate."""
+    pipeline.updates._lr_discount_iters = 0
+
+
 SABOTAGES: dict[str | None, Callable[[AsyncPipeline], None]] = {
     None: lambda pipeline: None,
     "no rebinding before the backward": _no_rebinding,
@@ -605,4 +612,5 @@ SABOTAGES: dict[str | None, Callable[[AsyncPipeline], None]] = {
     "a token too many": _a_token_too_many,
     "compensated before the tied sum": _compensated_too_early,
     "hands back x": _hand_back_x,
+    "no discount": _no_discount,
 }

@@ -12,6 +12,8 @@ import torch
 from tests.models import ModelSpec, make_microbatch
 
 UPDATES = 30
+SHORT = 16
+"""Updates of cases that differ from others in one thing."""
 PEAK_LR = {"sgd": 3e-2, "lion": 3e-4}
 
 
@@ -41,6 +43,7 @@ class Case:
     tied: bool = False
     compensation: float = 0.0
     prediction: bool = False
+    discount: int = 0
     sync_start: int = 0
     sync_cooldown: int = 0
     clip: float = 0.5
@@ -77,6 +80,7 @@ class Case:
             + ["unclipped"] * (self.clip == 0)
             + [f"lambda{self.compensation}"] * (self.compensation != 0)
             + ["predicted"] * self.prediction
+            + [f"discount{self.discount}"] * bool(self.discount)
             + [f"sync{self.sync_start}+{self.sync_cooldown}"] * bool(self.sync_start or self.sync_cooldown)
             + [f"poisoned{self.poisoned}"] * (self.poisoned is not None)
         )
@@ -105,7 +109,7 @@ class Case:
     @property
     def counts_bytes(self) -> bool:
         """Whether the tensors that it keeps alive are counted, which takes a look at every object of the process."""
-        return self in byte_cases()
+        return replace(self, updates=UPDATES) in byte_cases()
 
     @property
     def replicas(self) -> int:
@@ -186,9 +190,16 @@ def equal_cases() -> list[dict[str, Any]]:
     cases: list[dict[str, Any]] = [
         {"stages": p, "microbatches": m, "warmup_factor": factor, "optimizer": optimizer, "ef": c}
         for p, m, factor in layouts()
+        for optimizer, c in zip(OPTIMIZERS, (0.35, 0.0, 1.0), strict=True)
+    ]
+    # every optimizer with every coefficient
+    cases += [
+        {"stages": p, "microbatches": 2 * p + 1, "warmup_factor": 1, "optimizer": optimizer, "ef": c}
+        for p in (1, 2, 4)
         for optimizer in OPTIMIZERS
         for c in COEFFICIENTS
     ]
+    cases = [dict(items) for items in dict.fromkeys(tuple(case.items()) for case in cases)]
     # bf16 with fp32 masters
     cases += [
         {"stages": p, "microbatches": 2 * p + 1, "optimizer": optimizer, "ef": c, "dtype": "bfloat16"}
@@ -242,7 +253,8 @@ def equal_cases() -> list[dict[str, Any]]:
         {"stages": p, "microbatches": p + 1, "optimizer": "adam", "ef": 1.0, "complete_early": True} for p in (1, 2, 4)
     ]
     cases += [{"stages": p, "microbatches": p, "optimizer": "adam", "ef": 0.35, "clip": 0.0} for p in (1, 4)]
-    return cases + other_schedules() + mitigations() + other_optimizers() + synchronous_phases()
+    families = other_schedules() + mitigations() + other_optimizers() + synchronous_phases()
+    return cases + [{"updates": SHORT, **case} for case in families]
 
 
 def other_schedules() -> list[dict[str, Any]]:
@@ -310,6 +322,13 @@ def mitigations() -> list[dict[str, Any]]:
         for answer in (compensated, predicted)
     ]
     cases.append({"stages": 2, "microbatches": 3, "optimizer": "muon", "data_parallel": True, **compensated})
+    # a discount of the learning rate, on stages and simulated
+    cases += [
+        {**four, "schedule": "pipedream", "optimizer": "nadam", "discount": 9},
+        {**four, "schedule": "pipedream", "optimizer": "muon", "discount": 9, "ef": 1.0, "dtype": "bfloat16"},
+        {"schedule": "pipedream", "stages": 1, "microbatches": 3, "simulated": 4, "optimizer": "adam", "discount": 9}
+        | {"clip": 0.0},
+    ]
     # delays of other than one update, on stages and simulated
     for schedule in ("pipedream", "wpipe"):
         for answer in (compensated, predicted):
@@ -323,7 +342,7 @@ def mitigations() -> list[dict[str, Any]]:
 
 def synchronous_phases() -> list[dict[str, Any]]:
     """Synchronous start and cooldown. Megatron rounds the norm in another place, hence no clipping."""
-    both = {"sync_start": 4, "sync_cooldown": 7, "clip": 0.0, "ef": 1.0}
+    both = {"sync_start": 4, "sync_cooldown": 5, "clip": 0.0, "ef": 1.0}
     cases: list[dict[str, Any]] = [
         {**both, "stages": p, "microbatches": p + 1, "optimizer": optimizer, "dtype": dtype}
         for p in (1, 2, 4)
@@ -378,6 +397,7 @@ def unequal_cases() -> list[dict[str, Any]]:
         {**delayed, "compensation": 2.0, "fault": "compensation_wrong_sign"},
         {**delayed, "compensation": 2.0, "fault": "compensation_stale_difference"},
         {**delayed, "prediction": True, "fault": "prediction_lr_of_next_batch"},
+        {**delayed, "stages": 4, "microbatches": 5, "schedule": "pipedream", "discount": 9, "sabotage": "no discount"},
         {**delayed, "prediction": True, "sabotage": "learning rate of the next batch"},
         {**delayed, "compensation": 2.0, "sabotage": "compensated before the tied sum", "tied": True},
     ]

@@ -23,6 +23,8 @@ SGD = ["--optimizer", "sgd"]
 UNTIED = ["--untie-embeddings-and-output-weights"]
 ASYNC = ["--pipeline-schedule", "2bw-async"]
 FEEDBACK = ["--async-error-feedback"]
+AUDIT = ["--async-audit"]
+PHASES = ["--async-sync-start-iters", "3", "--async-sync-cooldown-iters", "0.3"]
 TEN = ["--train-iters", "10"]
 
 
@@ -47,13 +49,34 @@ def everywhere(folder: str, stages: int) -> dict[str, list[str]]:
     tied = [*size, "--load", f"{folder}/tied", "--finetune"]
     untied = [*size, "--load", f"{folder}/untied", "--finetune", *UNTIED]
     exact = ["--clip-grad", "0"]
+    phases = (NO_DROPOUT, ASYNC, FEEDBACK, TEN, untied, exact, PHASES)
     return {
         "adam": run(NO_DROPOUT, ADAM, ASYNC, TEN, untied, exact, evaluate=5),
         "sgd": run(NO_DROPOUT, SGD, ASYNC, TEN, untied, exact),
         "muon with feedback": run(NO_DROPOUT, MUON, ASYNC, FEEDBACK, TEN, untied, exact),
         "adam bf16": run(NO_DROPOUT, ADAM, ASYNC, FEEDBACK, TEN, untied, exact, ["--bf16"]),
+        "phases": run(*phases, ADAM, AUDIT, ["--async-evaluate", "both"], evaluate=5),
+        "phases bf16": run(*phases, MUON, ["--bf16", "--async-evaluate", "z"], evaluate=5),
+        "compensated": run(NO_DROPOUT, ADAM, ASYNC, TEN, untied, exact, ["--async-delay-compensation", "0.5"]),
+        "predicted": run(NO_DROPOUT, MUON, ASYNC, TEN, untied, exact, ["--async-weight-prediction"]),
         "tied and clipped": run(NO_DROPOUT, MUON, ASYNC, FEEDBACK, TEN, tied, ["--clip-grad", "0.3"]),
     }
+
+
+def other_schedules(folder: str, stages: int) -> dict[str, list[str]]:
+    """Schedules with other delays on real stages; on one, what they are on two and four stages, simulated."""
+    base = (NO_DROPOUT, ADAM, FEEDBACK, TEN, AUDIT, ["--load", f"{folder}/untied", "--finetune", *UNTIED])
+    runs = {}
+    for schedule in ("pipedream", "wpipe"):
+        for simulated in (2, 4) if stages == 1 else (stages,):
+            size = (
+                ["--simulate-pipeline-stages", str(simulated)]
+                if stages == 1
+                else ["--pipeline-model-parallel-size", str(stages)]
+            )
+            flags = ["--pipeline-schedule", schedule, "--clip-grad", "0", *size]
+            runs[f"{schedule} of {simulated}"] = run(*base, flags, evaluate=5)
+    return runs
 
 
 def warmup_factor_two(folder: str, stages: int) -> dict[str, list[str]]:
@@ -111,7 +134,17 @@ STOCK = ("1f1b", "1f1b tied adam bf16")
 def runs_of(name: str, folder: str) -> dict[str, list[str]]:
     """The runs of one launch: ``pp1``, ``pp2`` or ``pp4``."""
     if name == "pp1":
-        return {**make_checkpoints(folder), **everywhere(folder, 1)}
+        return {**make_checkpoints(folder), **everywhere(folder, 1), **other_schedules(folder, 1)}
     if name == "pp2":
-        return {**everywhere(folder, 2), **warmup_factor_two(folder, 2), **on_two_stages(folder)}
-    return {**everywhere(folder, 4), **warmup_factor_two(folder, 4), **on_two_replicas(folder)}
+        return {
+            **everywhere(folder, 2),
+            **other_schedules(folder, 2),
+            **warmup_factor_two(folder, 2),
+            **on_two_stages(folder),
+        }
+    return {
+        **everywhere(folder, 4),
+        **other_schedules(folder, 4),
+        **warmup_factor_two(folder, 4),
+        **on_two_replicas(folder),
+    }

@@ -67,6 +67,39 @@ def test_losses_with_tied_weights_and_clipping_are_close(launches: dict[str, Run
 
 
 @pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("schedule", ["pipedream", "wpipe"])
+def test_simulated_delays_are_those_of_the_pipeline(launches: dict[str, Runs], schedule: str, stages: int) -> None:
+    name = f"{schedule} of {stages}"
+    simulated, real = launches["pp1"], launches[f"pp{stages}"]
+    assert losses(simulated, name) == losses(real, name)
+    assert evaluations(simulated, name) == evaluations(real, name)
+    # Negative control: other delays give other losses. (wpipe delays the same half, whatever the number of stages.)
+    other = {"pipedream": f"pipedream of {6 - stages}", "wpipe": f"pipedream of {stages}"}[schedule]
+    if (schedule, stages) != ("wpipe", 2):  # two stages have the same delays under both
+        assert losses(simulated, other) != losses(real, name)
+
+
+def test_synchronous_phases(launches: dict[str, Runs]) -> None:
+    """The first iterations are those of a synchronous run; x and z are one while training is synchronous."""
+    runs = launches["pp1"]
+    evaluated = evaluations(runs, "phases")
+    halves = evaluated[: len(evaluated) // 2 * 2]
+    x, z = halves[::2], halves[1::2]
+    assert x[0] != z[0]  # at iteration 5, in the asynchronous phase
+    assert x[1:] == z[1:]  # at iteration 10, after the cooldown
+    assert losses(runs, "phases")[:3] != losses(runs, "adam")[:3]
+    assert losses(runs, "phases")[:1] == losses(runs, "adam")[:1]
+
+
+@pytest.mark.parametrize("name", ["compensated", "predicted"])
+def test_mitigations_change_the_run(launches: dict[str, Runs], name: str) -> None:
+    runs = launches["pp1"]
+    plain = {"compensated": "adam", "predicted": "muon with feedback"}[name]
+    assert losses(runs, name)[0] == losses(runs, plain)[0]
+    assert losses(runs, name) != losses(runs, plain)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
 def test_a_doubled_warm_up_changes_no_number(launches: dict[str, Runs], stages: int) -> None:
     runs = launches[f"pp{stages}"]
     assert losses(runs, "adam, warm-up 2") == losses(runs, "adam")

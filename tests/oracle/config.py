@@ -70,6 +70,8 @@ class OracleConfig:
             before the norm; 0 is off.
         weight_prediction: Whether x_{k+1} = z_{k+1} - D * lr_k * d_k, where d_k is what the base optimizer makes of
             its momentum alone.
+        lr_discount_iters: K of the discount lr / D^(1 - min((k+1)/K, 1)) where D > 1; 0 is off. k counts from the end
+            of ``sync_start``.
         sync_start: Batches 0 to N-1 run synchronously: they read x_k, gradients are not compensated, and x = z. From
             batch N on the delay counts from there: batch k reads x_{max(k-D,N)}.
         sync_cooldown: Number of batches at the end that run synchronously; before the first of them x becomes z.
@@ -95,6 +97,7 @@ class OracleConfig:
     ef_coefficient: float = 0.0
     delay_compensation: float = 0.0
     weight_prediction: bool = False
+    lr_discount_iters: int = 0
     sync_start: int = 0
     sync_cooldown: int = 0
     batches: int | None = None
@@ -169,6 +172,14 @@ class OracleConfig:
         if callable(self.lr):
             return self.lr(index)
         return self.lr if isinstance(self.lr, float | int) else self.lr[index]
+
+    def lr_discount(self, batch: int, stage: int, stages: int) -> float:
+        """Factor on the learning rate of a stage."""
+        delay = self.delay(stage, stages)
+        if not self.lr_discount_iters or delay < 2 or self.is_synchronous(batch):
+            return 1.0
+        progress = min((batch - self.sync_start + 1) / self.lr_discount_iters, 1.0)
+        return float(delay) ** -(1.0 - progress)
 
     def delay(self, stage: int, stages: int) -> int:
         """D, age in updates of the weights that the schedule lets stage ``stage`` of ``stages`` read."""

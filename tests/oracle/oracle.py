@@ -115,6 +115,7 @@ class Oracle:
         ]
         flat = {(s, name): z for s, stage in enumerate(self._masters) for name, z in stage.items()}
         self._optimizers = build_optimizers(flat, rules, config)
+        self._stage_of = {id(z): s for (s, _), z in flat.items()}
         self._stale_masters = _clone(self._masters)
         # One more than is read, for a fault that takes the version before that.
         history = 2 + max(1, *(config.delay(s, len(stages)) for s in range(len(stages))))
@@ -305,7 +306,8 @@ class Oracle:
                     master.grad = stage_gradients[name]
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = lr * group["lr_mult"]
+                stage = self._stage_of[id(group["params"][0])]
+                group["lr"] = lr * group["lr_mult"] * self.config.lr_discount(self.batch, stage, len(self.stages))
             optimizer.step()
             optimizer.zero_grad()
         return [

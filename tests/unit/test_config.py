@@ -37,6 +37,9 @@ def megatron(**changes: Any) -> argparse.Namespace:
         "train_iters": 100,
         "use_distributed_optimizer": False,
         "overlap_param_gather": False,
+        "calculate_per_token_loss": False,
+        "untie_embeddings_and_output_weights": True,
+        "num_layers": 12,
         "overlap_param_gather_with_optimizer_step": False,
     }
     return argparse.Namespace(**{**values, **changes})
@@ -83,11 +86,99 @@ def test_a_plain_asynchronous_run_is_accepted() -> None:
         (["--async-error-feedback", "--async-ef-coefficient", "-1"], "--async-ef-coefficient must be .* got -1.0"),
         (["--async-error-feedback", "--async-ef-coefficient", "nan"], "--async-ef-coefficient must be .* got nan"),
         (["--async-error-feedback", "--async-ef-coefficient", "inf"], "--async-ef-coefficient must be .* got inf"),
+        (["--async-audit"], r"--async-audit has no effect .* add --pipeline-schedule=2bw-async"),
+        (["--simulate-pipeline-stages", "4"], "--simulate-pipeline-stages has no effect"),
     ],
 )
 def test_bad_values(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         parse(*flags).validate(megatron())
+
+
+TIED = {"untie_embeddings_and_output_weights": False}
+ALONE = {"pipeline_model_parallel_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings", "message"),
+    [
+        ("--async-delay-compensation -1", {}, "--async-delay-compensation must be .* got -1.0"),
+        (
+            "--async-delay-compensation 0.1",
+            {"calculate_per_token_loss": True},
+            "--async-delay-compensation needs .* --calculate-per-token-loss .* drop one",
+        ),
+        (
+            "--pipeline-schedule pipedream --async-delay-compensation 0.1",
+            TIED,
+            "--async-delay-compensation .* tied weight .* add --untie-embeddings-and-output-weights",
+        ),
+        (
+            "--pipeline-schedule pipedream --async-lr-discount-iters -2",
+            {},
+            "--async-lr-discount-iters must be at least 0",
+        ),
+        ("--async-lr-discount-iters 50", {}, "--async-lr-discount-iters has no effect .* use pipedream or drop it"),
+        ("--async-weight-prediction --async-error-feedback", {}, "same delay as --async-error-feedback; drop one"),
+        ("--async-weight-prediction --async-delay-compensation 1", {}, "as --async-delay-compensation; drop one"),
+        ("--async-weight-prediction", {"optimizer": "soap"}, "--optimizer soap alone .* use --optimizer adam, sgd"),
+        ("--async-evaluate z", {}, "--async-evaluate has no effect without --async-error-feedback or"),
+        ("--async-sync-start-iters -1", {}, "--async-sync-start-iters must be at least 0, got -1"),
+        ("--async-sync-cooldown-iters 1.5", {}, "--async-sync-cooldown-iters must be a whole number or a fraction"),
+        ("--async-sync-cooldown-iters nan", {}, "--async-sync-cooldown-iters must be"),
+        ("--async-sync-start-iters 5", {"train_iters": None}, "need --train-iters; use it in place of --train-samples"),
+        ("--async-sync-start-iters 60 --async-sync-cooldown-iters 0.4", {}, "leave no asynchronous iteration .* lower"),
+        ("--async-sync-start-iters 100", {}, "leave no asynchronous iteration"),
+        (
+            "--pipeline-schedule pipedream",
+            ALONE,
+            "has no delay; raise --pipeline-model-parallel-size or add",
+        ),
+        ("--pipeline-schedule wpipe", ALONE, "on one pipeline stage has no delay"),
+        ("--simulate-pipeline-stages 0", {}, "--simulate-pipeline-stages must be at least 1, got 0"),
+        ("--simulate-pipeline-stages 2", {}, "simulates on one stage; use --pipeline-model-parallel-size 1"),
+        ("--simulate-pipeline-stages 5", ALONE, "--simulate-pipeline-stages 5 does not divide --num-layers 12"),
+        (
+            "--pipeline-schedule wpipe --simulate-pipeline-stages 2",
+            {**ALONE, **TIED},
+            "--simulate-pipeline-stages .* add --untie-embeddings-and-output-weights",
+        ),
+        (
+            "--pipeline-schedule pipedream --simulate-pipeline-stages 2",
+            {**ALONE, "use_distributed_optimizer": True},
+            "--simulate-pipeline-stages .* --use-distributed-optimizer .* drop one",
+        ),
+    ],
+)
+def test_what_corrections_phases_and_schedules_need(flags: str, settings: dict[str, Any], message: str) -> None:
+    schedule = [] if "--pipeline-schedule" in flags else ["--pipeline-schedule", "2bw-async"]
+    with pytest.raises(ConfigurationError, match=message):
+        parse(*schedule, *flags.split()).validate(megatron(**settings))
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        ("--async-error-feedback --async-delay-compensation 0.1 --async-evaluate both", {}),
+        ("--async-weight-prediction --async-evaluate z --async-audit", {"optimizer": "lion"}),
+        ("--async-sync-start-iters 10 --async-sync-cooldown-iters 0.25", {}),
+        ("--async-sync-start-iters 0 --async-sync-cooldown-iters 99", {}),
+        ("--pipeline-schedule pipedream --async-error-feedback", {}),
+        ("--pipeline-schedule pipedream --simulate-pipeline-stages 6", ALONE),
+        ("--simulate-pipeline-stages 6", {**ALONE, **TIED, "use_distributed_optimizer": True}),
+    ],
+)
+def test_combinations_that_work(flags: str, settings: dict[str, Any]) -> None:
+    schedule = [] if "--pipeline-schedule" in flags else ["--pipeline-schedule", "2bw-async"]
+    parse(*schedule, *flags.split()).validate(megatron(**settings))
+
+
+@pytest.mark.parametrize(
+    ("start", "cooldown", "first", "end"), [(0, 0.0, 0, 100), (7, 0.0, 7, 100), (0, 0.25, 0, 75), (3, 12.0, 3, 88)]
+)
+def test_synchronous_iterations(start: int, cooldown: float, first: int, end: int) -> None:
+    config = AsyncPipelineConfig(async_sync_start_iters=start, async_sync_cooldown_iters=cooldown)
+    assert [i for i in range(100) if not config.is_synchronous_at(i, 100)] == list(range(first, end))
 
 
 @pytest.mark.parametrize("flags", [["--pipeline-schedule", "gpipe"], ["--async-warmup-factor", "3"]])
@@ -119,7 +210,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "--num-experts": {"num_experts": 8},
     "--mtp-num-layers": {"mtp_num_layers": 1},
     "generalized tensor parallelism": {"gtp_weight_remat_size": 2},
-    "--optimizer": {"optimizer": "soap"},
+    "--optimizer": {"optimizer": "polargrad"},
     "--use-distributed-optimizer": {"use_distributed_optimizer": True, "optimizer": "sgd"},
     "--use-layer-wise-distributed-optimizer": {"use_layer_wise_distributed_optimizer": True},
     "--num-distributed-optimizer-instances": {"num_distributed_optimizer_instances": 2},

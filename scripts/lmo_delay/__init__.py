@@ -1,0 +1,1 @@
+"""Parts of ``scripts/check_lmo_delay.py``: linear minimization oracles under delay, with and without error feedback."""
