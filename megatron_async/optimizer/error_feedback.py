@@ -16,7 +16,7 @@ time of the step. Where a parameter is D updates late, the last update stands fo
     x_{k+1} = z_{k+1} - c D u_k
 
 Source: Zmushko et al., "One-Step Gradient Delay is Not a Barrier for Large-Scale Asynchronous Pipeline Parallel LLM
-Pretraining", arXiv 2606.30634. The form without state is derived in docs/schedule.md.
+Pretraining", arXiv 2606.30634. The form without state is derived in docs/theory.md.
 """
 
 from collections.abc import Sequence
