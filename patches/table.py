@@ -1,6 +1,7 @@
 """Every name of Megatron that the plugin replaces on a machine with CUDA.
 
-``ALWAYS`` is applied by ``install()`` and only adds flags and their checks: without our flags nothing else changes.
+``always`` is applied by ``install()``: it adds flags and their checks, and saves what Megatron cannot save. Without our
+flags nothing else changes.
 ``asynchronous`` is applied once the parsed flags ask for an asynchronous schedule. What a machine without CUDA needs
 besides is declared in ``patches/cpu``.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_async.optimizer.state_sharding import shard_any_state
 from megatron_async.patches import arguments, training_loop
 from megatron_async.patches.replacement import Replacement
 
@@ -43,6 +45,13 @@ def always(session: Session) -> tuple[Replacement, ...]:
             replace=arguments.without_own_flags,
             parameters=("yaml_path",),
             reason="a YAML configuration takes the place of the command line, and our flags would be dropped silently",
+        ),
+        Replacement(
+            module="megatron.core.dist_checkpointing.optimizer",
+            attribute="make_sharded_optimizer_tensor",
+            replace=shard_any_state,
+            parameters=("model_param", "optim_param", "prefix"),
+            reason="sharded checkpoints refuse optimizer state that has not the shape of its parameter (SOAP, NorMuon)",
         ),
     )
 
