@@ -88,7 +88,7 @@ class Parts:
     optimizer: Any
     groups: Any
 
-    def pipeline(self, case: Case) -> AsyncPipeline:
+    def pipeline(self, case: Case, **more: Any) -> AsyncPipeline:
         options = PipelineOptions(
             schedule=case.schedule,
             warmup_factor=case.warmup_factor,
@@ -99,7 +99,8 @@ class Parts:
             per_token=case.per_token,
             simulated_stages=case.simulated,
         )
-        return AsyncPipeline(model=self.model, optimizer=self.optimizer, pg_collection=self.groups, options=options)
+        parts = {"model": self.model, "optimizer": self.optimizer, "pg_collection": self.groups}
+        return AsyncPipeline(**parts, options=options, **more)
 
 
 def build_parts(case: Case) -> Parts:

@@ -7,9 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -58,8 +56,7 @@ def run_asynchronous(folder: Path, case: Case) -> None:
     from tests.distributed import exactness
 
     trace = make_trace(folder)
-    with mock.patch.object(exactness, "AsyncPipeline", functools.partial(exactness.AsyncPipeline, trace=trace)):
-        pipeline, _ = exactness.build_pipeline(case)
+    pipeline = exactness.build_parts(case).pipeline(case, trace=trace)
     train(case, pipeline.forward_backward, pipeline.step)
     pipeline.complete()
     trace.close()
@@ -76,8 +73,7 @@ def run_synchronous(folder: Path, case: Case) -> None:
 
     tracer = ScheduleTracer()
     undo = apply_all(tracing(tracer))
-    with mock.patch.object(exactness, "AsyncPipeline", lambda **parts: SimpleNamespace(**parts)):
-        parts, optimizer = exactness.build_pipeline(case)
+    parts = exactness.build_parts(case)
     from megatron.training import training
 
     parts.model.config.finalize_model_grads_func = training.finalize_model_grads
@@ -91,7 +87,7 @@ def run_synchronous(folder: Path, case: Case) -> None:
     )
 
     def step() -> None:
-        assert optimizer.step()[0]
+        assert parts.optimizer.step()[0]
         if tracer.batch == FIRST_STEP:
             data = (case.microbatch(0, i) for i in range(2))
             with torch.no_grad():
