@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.enums import ModelType
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import MegatronModule, TransformerConfig
 
 from megatron_async.optimizer.deferred_step import UpdateResult
-from megatron_async.optimizer.delay_compensation import compensate_delay_
 from megatron_async.optimizer.masters import find_known_masters
-from megatron_async.pipeline.runtime import AsyncPipeline, PipelineOptions
+from megatron_async.pipeline.runtime import AsyncPipeline
 from tests.distributed.exactness_cases import Case, learning_rate
-from tests.models import Stage, build_stages, cross_entropy, tied_pairs
+from tests.distributed.exactness_parts import Parts, build_parts, forward_step_of, synchronous_step
+from tests.distributed.exactness_sabotages import SABOTAGES
+from tests.models import build_stages, cross_entropy, tied_pairs
 from tests.oracle import Oracle, OracleConfig, Record
 
 
@@ -57,138 +49,6 @@ def oracle_records(case: Case) -> list[Record]:
     count = case.microbatches * case.replicas
     records = [oracle.step([case.microbatch(k, i) for i in range(count)]) for k in range(case.updates)]
     return [merged(record) for record in records] if case.simulated > 1 else records
-
-
-class PipelineStage(MegatronModule):
-    """A plain stage behind the protocol that Megatron's schedules expect of a model."""
-
-    def __init__(self, config: TransformerConfig, stage: Stage) -> None:
-        super().__init__(config)
-        self.stage = stage
-        self.model_type = ModelType.encoder_or_decoder
-        self.pre_process, self.post_process = stage.pre_process, stage.post_process
-        self.share_embeddings_and_output_weights = stage.share_embeddings_and_output_weights
-        self.input_tensor: torch.Tensor | None = None
-
-    def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
-        (self.input_tensor,) = tensors
-
-    def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
-        return self.stage.shared_embedding_or_output_weight()
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.stage(tokens if self.pre_process else self.input_tensor)
-
-
-@dataclass
-class Parts:
-    """What Megatron has on this rank: model, optimizer, process groups."""
-
-    model: DistributedDataParallel
-    optimizer: Any
-    groups: Any
-
-    def pipeline(self, case: Case, **more: Any) -> AsyncPipeline:
-        options = PipelineOptions(
-            schedule=case.schedule,
-            warmup_factor=case.warmup_factor,
-            ef_coefficient=case.ef,
-            delay_compensation=case.compensation,
-            weight_prediction=case.prediction,
-            lr_discount_iters=case.discount,
-            per_token=case.per_token,
-            simulated_stages=case.simulated,
-        )
-        parts = {"model": self.model, "optimizer": self.optimizer, "pg_collection": self.groups}
-        return AsyncPipeline(**parts, options=options, **more)
-
-
-def build_parts(case: Case) -> Parts:
-    """The parts of this rank; the model-parallel groups must be initialized."""
-    rank = parallel_state.get_pipeline_model_parallel_rank()
-    dtype = getattr(torch, case.dtype)
-    config = TransformerConfig(
-        num_layers=len(case.spec.blocks),
-        hidden_size=case.spec.hidden,
-        num_attention_heads=2,
-        pipeline_model_parallel_size=case.stages,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        params_dtype=dtype,
-        deallocate_pipeline_outputs=True,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        calculate_per_token_loss=case.per_token,
-    )
-    stage = build_stages(case.spec, case.stages)[rank].to(dtype)
-    stage.mark_parameters()
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    if not case.data_parallel:
-        # The other replicas of this pipeline run other cases: to this one it is alone, like a rank without TP.
-        groups.dp = groups.dp_cp = groups.expt_dp = groups.tp
-    model = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=case.sharded, overlap_grad_reduce=case.hooks
-        ),
-        PipelineStage(config, stage),
-        pg_collection=groups,
-    )
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            lr=learning_rate(case.optimizer, 0),
-            bf16=dtype is torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=case.sharded,
-            **case.optimizer_settings,
-        ),
-        [model],
-    )
-    for group in optimizer.param_groups:
-        group["weight_decay"] *= group.get("wd_mult", 1.0)  # as Megatron's scheduler does
-    return Parts(model, optimizer, groups)
-
-
-def synchronous_step(case: Case, parts: Parts, data: Iterator[Any]) -> Any:
-    """Megatron's own schedule and step; returns (losses, gradient norm)."""
-    config = parts.model.config
-    config.finalize_model_grads_func = finalize_model_grads
-    parts.optimizer.zero_grad()
-    losses = get_forward_backward_func()(
-        forward_step_func=forward_step_of(case),
-        data_iterator=data,
-        model=[parts.model],
-        num_microbatches=case.microbatches,
-        seq_length=case.spec.sequence,
-        micro_batch_size=case.spec.micro_batch,
-        p2p_communicator=P2PCommunicator(pp_group=parts.groups.pp, config=config),
-        pg_collection=parts.groups,
-    )
-    config.finalize_model_grads_func = None
-    successful, norm, _ = parts.optimizer.step()
-    assert successful
-    return losses, norm
-
-
-def loss_function(targets: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = cross_entropy(logits, targets)
-    return loss, {"loss": loss.detach().clone()}
-
-
-def loss_per_token(targets: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    loss = cross_entropy(logits, targets)
-    tokens = torch.tensor(targets.numel(), dtype=torch.int)
-    return loss * targets.numel(), tokens, {"loss": loss.detach().clone()}
-
-
-def forward_step_of(case: Case) -> Callable[..., Any]:
-    loss = loss_per_token if case.per_token else loss_function
-
-    def forward_step(data: Iterator[Any], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-        tokens, targets = next(data)
-        return model(tokens), functools.partial(loss, targets)
-
-    return forward_step
 
 
 Labelled = list[tuple[str, torch.Tensor]]
@@ -494,124 +354,3 @@ def set_learning_rate(case: Case, parts: Parts, batch: int) -> None:
     """As Megatron's scheduler does: the rate of the next batch, before the deferred step has run."""
     for group in parts.optimizer.param_groups:
         group["lr"] = learning_rate(case.optimizer, batch)
-
-
-def _no_rebinding(pipeline: AsyncPipeline) -> None:
-    """Backwards run on whatever version is bound."""
-    executor, bind = pipeline.executor, pipeline.versions.bind
-    original = executor._handlers
-
-    def backward(action: Any) -> None:
-        pipeline.versions.bind = lambda batch: None  # type: ignore[method-assign]
-        executor._backward(action)
-        pipeline.versions.bind = bind  # type: ignore[method-assign]
-
-    executor._handlers = {op: backward if op.value == "backward" else f for op, f in original.items()}
-
-
-def _write_into_live_buffer(pipeline: AsyncPipeline) -> None:
-    """The new version also lands in the buffer that the graphs in flight read."""
-    versions = pipeline.versions
-    end_write = versions.end_write
-
-    def overwrite(version: int, arriving: Any = ()) -> None:
-        written = versions.tensors(version - 2)  # its buffer, which holds the new version by now
-        for target, source in zip(versions.tensors(version - 1), written, strict=True):
-            target.copy_(source)
-        end_write(version, arriving)
-
-    versions.end_write = overwrite  # type: ignore[method-assign]
-
-
-def _current_learning_rate(pipeline: AsyncPipeline) -> None:
-    """The deferred step takes the rate that the scheduler has moved on to."""
-    pipeline.updates._exchange_schedule = lambda values: values  # type: ignore[method-assign]
-
-
-def _first_update_without_feedback(pipeline: AsyncPipeline) -> None:
-    """The first update is left uncorrected, and no later one makes up for it."""
-    updates = pipeline.updates
-    coefficient, step = updates.ef_coefficient, updates._step
-
-    def first_differs(norm: float) -> None:
-        updates.ef_coefficient = coefficient if updates.pending else 0.0
-        step(norm)
-
-    updates._step = first_differs  # type: ignore[method-assign]
-
-
-def _one_version_too_new(pipeline: AsyncPipeline) -> None:
-    """Every batch reads the newest weights there are, in forward and backward."""
-    pipeline.versions.bind = lambda batch: pipeline.versions.bind_newest()  # type: ignore[method-assign]
-
-
-def _not_reduced(pipeline: AsyncPipeline) -> None:
-    """The copy is made of what this replica alone has accumulated."""
-    gradients = pipeline.updates.gradients
-    take = gradients.take
-
-    def too_early() -> None:
-        local = [source * 0.5 for source, _ in gradients._copies]
-        take()
-        for (_, kept), source in zip(gradients._copies, local, strict=True):
-            kept.copy_(source)
-
-    gradients.start_reduction = lambda: None  # type: ignore[method-assign]
-    gradients.is_reduced = lambda: True  # type: ignore[method-assign]
-    gradients.take = too_early  # type: ignore[method-assign]
-
-
-def _not_gathered(pipeline: AsyncPipeline) -> None:
-    """Every replica computes with the shard that it has stepped and with old weights elsewhere."""
-    assert pipeline.updates._parameter_gather is not None
-    pipeline.updates._parameter_gather.start = lambda flat: []  # type: ignore[method-assign]
-
-
-def _a_token_too_many(pipeline: AsyncPipeline) -> None:
-    """The last stage counts one token that is not there."""
-    begin = pipeline.updates.begin
-
-    def miscounted(*, per_token: bool, tokens: torch.Tensor | None) -> None:
-        begin(per_token=per_token, tokens=None if tokens is None else tokens + 1)
-
-    pipeline.updates.begin = miscounted  # type: ignore[method-assign]
-
-
-def _compensated_too_early(pipeline: AsyncPipeline) -> None:
-    """The gradient of the tied weight is corrected as long as it is only this stage's part."""
-    updates = pipeline.updates
-    find = updates._find_uncompensated
-
-    def at_once() -> None:
-        find()
-        for gradient, newest, read in updates._uncompensated:
-            compensate_delay_(gradient, newest, read, updates.delay_compensation)
-        updates._uncompensated.clear()
-
-    updates._find_uncompensated = at_once  # type: ignore[method-assign]
-
-
-def _hand_back_x(pipeline: AsyncPipeline) -> None:
-    """The synchronous phase begins with the corrected weights."""
-    pipeline._make_plain_iterate = lambda: pipeline.versions.tensors(pipeline.versions.newest)  # type: ignore[method-assign]
-
-
-def _no_discount(pipeline: AsyncPipeline) -> None:
-    """Every stage steps with the whole learning rate."""
-    pipeline.updates._lr_discount_iters = 0
-
-
-SABOTAGES: dict[str | None, Callable[[AsyncPipeline], None]] = {
-    None: lambda pipeline: None,
-    "no rebinding before the backward": _no_rebinding,
-    "written into a live buffer": _write_into_live_buffer,
-    "learning rate of the next batch": _current_learning_rate,
-    "error feedback drops u_0": _first_update_without_feedback,
-    "newest weights": _one_version_too_new,
-    "gradients taken before they are reduced": _not_reduced,
-    "shards are not gathered": _not_gathered,
-    "a token too many": _a_token_too_many,
-    "compensated before the tied sum": _compensated_too_early,
-    "hands back x": _hand_back_x,
-    "no discount": _no_discount,
-}

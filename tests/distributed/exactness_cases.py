@@ -12,7 +12,7 @@ import torch
 from tests.models import ModelSpec, make_microbatch
 
 UPDATES = 30
-SHORT = 16
+SHORT = 10
 """Updates of cases that differ from others in one thing."""
 PEAK_LR = {"sgd": 3e-2, "lion": 3e-4}
 
@@ -324,9 +324,9 @@ def mitigations() -> list[dict[str, Any]]:
     cases.append({"stages": 2, "microbatches": 3, "optimizer": "muon", "data_parallel": True, **compensated})
     # a discount of the learning rate, on stages and simulated
     cases += [
-        {**four, "schedule": "pipedream", "optimizer": "nadam", "discount": 9},
-        {**four, "schedule": "pipedream", "optimizer": "muon", "discount": 9, "ef": 1.0, "dtype": "bfloat16"},
-        {"schedule": "pipedream", "stages": 1, "microbatches": 3, "simulated": 4, "optimizer": "adam", "discount": 9}
+        {**four, "schedule": "pipedream", "optimizer": "nadam", "discount": 5},
+        {**four, "schedule": "pipedream", "optimizer": "muon", "discount": 5, "ef": 1.0, "dtype": "bfloat16"},
+        {"schedule": "pipedream", "stages": 1, "microbatches": 3, "simulated": 4, "optimizer": "adam", "discount": 5}
         | {"clip": 0.0},
     ]
     # delays of other than one update, on stages and simulated
@@ -342,7 +342,7 @@ def mitigations() -> list[dict[str, Any]]:
 
 def synchronous_phases() -> list[dict[str, Any]]:
     """Synchronous start and cooldown. Megatron rounds the norm in another place, hence no clipping."""
-    both = {"sync_start": 4, "sync_cooldown": 5, "clip": 0.0, "ef": 1.0}
+    both = {"sync_start": 3, "sync_cooldown": 3, "clip": 0.0, "ef": 1.0}
     cases: list[dict[str, Any]] = [
         {**both, "stages": p, "microbatches": p + 1, "optimizer": optimizer, "dtype": dtype}
         for p in (1, 2, 4)
@@ -397,7 +397,7 @@ def unequal_cases() -> list[dict[str, Any]]:
         {**delayed, "compensation": 2.0, "fault": "compensation_wrong_sign"},
         {**delayed, "compensation": 2.0, "fault": "compensation_stale_difference"},
         {**delayed, "prediction": True, "fault": "prediction_lr_of_next_batch"},
-        {**delayed, "stages": 4, "microbatches": 5, "schedule": "pipedream", "discount": 9, "sabotage": "no discount"},
+        {**delayed, "stages": 4, "microbatches": 5, "schedule": "pipedream", "discount": 5, "sabotage": "no discount"},
         {**delayed, "prediction": True, "sabotage": "learning rate of the next batch"},
         {**delayed, "compensation": 2.0, "sabotage": "compensated before the tied sum", "tied": True},
     ]

@@ -53,10 +53,10 @@ def train(case: Case, forward_backward: Callable[..., Any], step: Callable[[], A
 
 def run_asynchronous(folder: Path, case: Case) -> None:
     """2bw-async."""
-    from tests.distributed import exactness
+    from tests.distributed import exactness_parts
 
     trace = make_trace(folder)
-    pipeline = exactness.build_parts(case).pipeline(case, trace=trace)
+    pipeline = exactness_parts.build_parts(case).pipeline(case, trace=trace)
     train(case, pipeline.forward_backward, pipeline.step)
     pipeline.complete()
     trace.close()
@@ -69,11 +69,11 @@ def run_synchronous(folder: Path, case: Case) -> None:
 
     from megatron_async.patches.replacement import apply_all
     from megatron_async.patches.tracing import ScheduleTracer, tracing
-    from tests.distributed import exactness
+    from tests.distributed import exactness_parts
 
     tracer = ScheduleTracer()
     undo = apply_all(tracing(tracer))
-    parts = exactness.build_parts(case)
+    parts = exactness_parts.build_parts(case)
     from megatron.training import training
 
     parts.model.config.finalize_model_grads_func = training.finalize_model_grads
@@ -81,7 +81,7 @@ def run_synchronous(folder: Path, case: Case) -> None:
     schedule = functools.partial(
         schedules.forward_backward_pipelining_without_interleaving,
         model=[parts.model],
-        forward_step_func=exactness.forward_step_of(case),
+        forward_step_func=exactness_parts.forward_step_of(case),
         seq_length=case.spec.sequence,
         micro_batch_size=case.spec.micro_batch,
     )
