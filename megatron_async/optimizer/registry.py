@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +12,16 @@ from megatron_async.optimizer.flags import OptimizerFlags
 Arguments = dict[str, Any]
 ConfigToKwargs = Callable[[Any, Any, Any], Arguments]
 
+_UNFIT = ("sinkhorn_muon",)
+"""Names that are left out: it wants weights without negative elements, which a transformer does not have."""
+
 OWN_NAMES = ("normuon", "adamuon", "adan", "mars", "nadam")
 """Names that are new to Megatron's ``--optimizer``."""
 
 
 def optimizer_names() -> tuple[str, ...]:
-    """Names beyond Megatron's own."""
-    return OWN_NAMES
+    """Names beyond Megatron's own: ours, and all that emerging-optimizers has."""
+    return (*OWN_NAMES, *_emerging_classes())
 
 
 def register(flags: OptimizerFlags, *, scalar_optimizer: str = "adam") -> Callable[[], None]:
@@ -37,12 +41,63 @@ def register(flags: OptimizerFlags, *, scalar_optimizer: str = "adam") -> Callab
     before = dict(registry)
     registry.update(_elementwise(flags))
     registry.update(_adaptive_muon(flags, scalar_optimizer))
+    for name, cls in _emerging_classes().items():
+        # megatron-core's own entries without a function of theirs give Adam's betas to every class.
+        if name not in before or (before[name].config_to_kwargs is None and name not in ("soap", "lion")):
+            registry[name] = _emerging_entry(name, cls, scalar_optimizer)
 
     def undo() -> None:
         registry.clear()
         registry.update(before)
 
     return undo
+
+
+def _emerging_classes() -> dict[str, type]:
+    """Optimizers of emerging-optimizers by name. A class registers when its module is imported."""
+    from emerging_optimizers import orthogonalized_optimizers, psgd, registry, riemannian_optimizers, soap
+    from emerging_optimizers.scalar_optimizers import laprop
+    from emerging_optimizers.soap import rekls
+
+    assert all((orthogonalized_optimizers, psgd, riemannian_optimizers, soap, laprop, rekls))
+    return {name: registry.get_optimizer_cls(name) for name in registry.get_optimizer_name_list() if name not in _UNFIT}
+
+
+def _emerging_entry(name: str, cls: type, scalar_optimizer: str) -> Any:
+    """An entry for a class that megatron-core has no entry for: settings of its constructor from flags of that name."""
+    from megatron.core.optimizer.emerging_optimizers import EmergingOptimizerEntry
+
+    accepted = _constructor_arguments(cls)
+
+    def config_to_kwargs(config: Any, model_chunks: Any, pg_collection: Any) -> Arguments:
+        known = {
+            "lr": config.lr,
+            "weight_decay": config.weight_decay,
+            "betas": (config.adam_beta1, config.adam_beta2),
+            "eps": config.adam_eps,
+            "momentum": config.muon_momentum,
+            "nesterov": config.muon_nesterov,
+            "num_ns_steps": config.muon_num_ns_steps,
+            "extra_scale_factor": config.muon_extra_scale_factor,
+            "fp32_matmul_prec": config.muon_fp32_matmul_prec,
+        }
+        return {key: value for key, value in known.items() if key in accepted}
+
+    entry = EmergingOptimizerEntry(optimizer_cls=cls, config_to_kwargs=config_to_kwargs)
+    for override in entry.default_param_overrides.values():
+        override["optimizer"] = scalar_optimizer
+    return entry
+
+
+def _constructor_arguments(cls: type) -> set[str]:
+    """Names that a constructor takes, also those that it hands on to its base class."""
+    accepted: set[str] = set()
+    for base in cls.__mro__:
+        parameters = inspect.signature(base).parameters.values()
+        accepted.update(parameter.name for parameter in parameters)
+        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return accepted
 
 
 def _elementwise(flags: OptimizerFlags) -> dict[str, Any]:

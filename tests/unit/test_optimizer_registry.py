@@ -7,11 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.optimizer import emerging_optimizers
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.optimizer.flags import OptimizerFlags, add_optimizer_arguments
-from megatron_async.optimizer.registry import OWN_NAMES, register
+from megatron_async.optimizer.registry import OWN_NAMES, optimizer_names, register
 
 CONFIG = SimpleNamespace(lr=0.1, weight_decay=0.2, lion_beta1=0.95, lion_beta2=0.98)
 
@@ -72,6 +73,45 @@ def test_what_is_no_matrix_goes_to_the_scalar_optimizer(name: str) -> None:
     overrides = emerging_optimizers._EMERGING_OPTIMIZERS[name].default_param_overrides
     undo()
     assert [override["optimizer"] for override in overrides.values()] == ["lion"]
+
+
+OTHERS = sorted(set(optimizer_names()) - {*OWN_NAMES, "muon", "adaptive_muon", "soap", "lion"})
+
+
+def test_all_of_emerging_optimizers_have_a_name() -> None:
+    assert len(OTHERS) >= 10
+    assert "sinkhorn_muon" not in OTHERS
+    assert {"laprop", "scion", "polargrad", "psgd_pro", "oblique_adam", "rekls", "muon_hyperball"} <= set(OTHERS)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_others_step(name: str) -> None:
+    """Made as megatron-core's factory makes them, on a problem that every one of them solves better and better."""
+    config = SimpleNamespace(
+        **vars(CONFIG), adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, muon_momentum=0.9, muon_nesterov=True,
+        muon_num_ns_steps=5, muon_extra_scale_factor=0.2, muon_fp32_matmul_prec="medium",
+    )  # fmt: skip
+    config.lr, config.weight_decay = 0.02, 0.0
+    torch.manual_seed(1)
+    target, parameter = torch.randn(8, 6), torch.nn.Parameter(torch.randn(8, 6))
+    undo = register(OptimizerFlags())
+    try:
+        optimizer, _ = emerging_optimizers._create_emerging_optimizer(
+            config, [{"params": [parameter]}], name, model_chunks=[], pg_collection=None
+        )
+    finally:
+        undo()
+    directions = []
+    for _ in range(3):
+        parameter.grad = parameter.detach() - target
+        before, gradient = parameter.detach().clone(), parameter.grad.clone()
+        optimizer.step()
+        directions.append(float(((parameter.detach() - before) * gradient).sum()))
+    assert torch.isfinite(parameter).all()
+    assert not torch.equal(parameter, target)
+    if name != "spel":  # which puts the weights themselves on a sphere after each step
+        assert all(direction < 0 for direction in directions)
+    assert optimizer.param_groups[0]["lr"] == 0.02
 
 
 @pytest.mark.parametrize(
