@@ -59,7 +59,7 @@ def with_own_checks(original: Callable[..., Any], session: Session) -> Callable[
             if is_first_rank():
                 print(f"> megatron_async: {note}", flush=True)
         session.configure(config, args)
-        register(optimizer_flags, scalar_optimizer=args.muon_scalar_optimizer)
+        register(optimizer_flags, chosen=args.optimizer, scalar_optimizer=args.muon_scalar_optimizer)
         return result
 
     return validate_args

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,20 @@ from megatron_async.optimizer.flags import OptimizerFlags
 Arguments = dict[str, Any]
 ConfigToKwargs = Callable[[Any, Any, Any], Arguments]
 
-_UNFIT = ("sinkhorn_muon",)
-"""Names that are left out: it wants weights without negative elements, which a transformer does not have."""
+_EMERGING = {
+    "laprop": "scalar_optimizers.laprop",
+    "mop": "orthogonalized_optimizers.mop",
+    "muon_hyperball": "orthogonalized_optimizers.muon_hyperball",
+    "oblique_adam": "riemannian_optimizers.normalized_optimizer",
+    "oblique_sgd": "riemannian_optimizers.normalized_optimizer",
+    "polargrad": "orthogonalized_optimizers.polargrad",
+    "psgd_pro": "psgd.psgd",
+    "rekls": "soap.rekls",
+    "scion": "orthogonalized_optimizers.scion",
+    "spel": "orthogonalized_optimizers.spel",
+}
+"""Further optimizers of emerging-optimizers, and the modules that register them. Imported when chosen: it takes a
+second. sinkhorn_muon is left out: it wants weights without negative elements, which a transformer does not have."""
 
 OWN_NAMES = ("normuon", "adamuon", "adan", "mars", "nadam")
 """Names that are new to Megatron's ``--optimizer``."""
@@ -21,14 +34,15 @@ OWN_NAMES = ("normuon", "adamuon", "adan", "mars", "nadam")
 
 def optimizer_names() -> tuple[str, ...]:
     """Names beyond Megatron's own: ours, and all that emerging-optimizers has."""
-    return (*OWN_NAMES, *_emerging_classes())
+    return (*OWN_NAMES, *_EMERGING)
 
 
-def register(flags: OptimizerFlags, *, scalar_optimizer: str = "adam") -> Callable[[], None]:
+def register(flags: OptimizerFlags, *, chosen: str | None = None, scalar_optimizer: str = "adam") -> Callable[[], None]:
     """Put the optimizers into megatron-core's registry, with the values of the flags.
 
     Args:
         flags: Hyperparameters that megatron-core's OptimizerConfig has no place for.
+        chosen: The optimizer of this run, for those that are only registered when chosen.
         scalar_optimizer: What updates embeddings, output layer and vectors beside the Muon family
             (``--muon-scalar-optimizer``).
 
@@ -41,10 +55,8 @@ def register(flags: OptimizerFlags, *, scalar_optimizer: str = "adam") -> Callab
     before = dict(registry)
     registry.update(_elementwise(flags))
     registry.update(_adaptive_muon(flags, scalar_optimizer))
-    for name, cls in _emerging_classes().items():
-        # megatron-core's own entries without a function of theirs give Adam's betas to every class.
-        if name not in before or (before[name].config_to_kwargs is None and name not in ("soap", "lion")):
-            registry[name] = _emerging_entry(name, cls, scalar_optimizer)
+    if chosen in _EMERGING:
+        registry[chosen] = _emerging_entry(chosen, scalar_optimizer)
 
     def undo() -> None:
         registry.clear()
@@ -53,20 +65,13 @@ def register(flags: OptimizerFlags, *, scalar_optimizer: str = "adam") -> Callab
     return undo
 
 
-def _emerging_classes() -> dict[str, type]:
-    """Optimizers of emerging-optimizers by name. A class registers when its module is imported."""
-    from emerging_optimizers import orthogonalized_optimizers, psgd, registry, riemannian_optimizers, soap
-    from emerging_optimizers.scalar_optimizers import laprop
-    from emerging_optimizers.soap import rekls
-
-    assert all((orthogonalized_optimizers, psgd, riemannian_optimizers, soap, laprop, rekls))
-    return {name: registry.get_optimizer_cls(name) for name in registry.get_optimizer_name_list() if name not in _UNFIT}
-
-
-def _emerging_entry(name: str, cls: type, scalar_optimizer: str) -> Any:
-    """An entry for a class that megatron-core has no entry for: settings of its constructor from flags of that name."""
+def _emerging_entry(name: str, scalar_optimizer: str) -> Any:
+    """An entry for a class that megatron-core has none for, or one that gives it Adam's betas as it does to all."""
+    from emerging_optimizers import registry
     from megatron.core.optimizer.emerging_optimizers import EmergingOptimizerEntry
 
+    importlib.import_module(f"emerging_optimizers.{_EMERGING[name]}")
+    cls = registry.get_optimizer_cls(name)
     accepted = _constructor_arguments(cls)
 
     def config_to_kwargs(config: Any, model_chunks: Any, pg_collection: Any) -> Arguments:

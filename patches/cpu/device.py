@@ -9,7 +9,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -178,6 +178,13 @@ def _always(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
+def _copy_of(function: types.FunctionType) -> types.FunctionType:
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    return cast(types.FunctionType, functools.update_wrapper(copy, function))
+
+
 def _instead(stand_in: Any, original: Any) -> Any:
     return stand_in
 
@@ -225,8 +232,10 @@ def _rows() -> Iterator[Replacement]:
         ("nvtx.range_pop", _nothing, "NVTX is not there without CUDA"),
     ]
     for attribute, stand_in, reason in table:
+        # torch.compile keeps rules by function object, and does not bear one that stands for two names.
+        own = _copy_of(stand_in) if isinstance(stand_in, types.FunctionType) else stand_in
         yield Replacement(
-            module="torch.cuda", attribute=attribute, replace=functools.partial(_instead, stand_in), reason=reason
+            module="torch.cuda", attribute=attribute, replace=functools.partial(_instead, own), reason=reason
         )
 
 

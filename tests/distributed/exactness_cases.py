@@ -11,8 +11,8 @@ import torch
 
 from tests.models import ModelSpec, make_microbatch
 
-UPDATES = 30
-SHORT = 10
+UPDATES = 20
+SHORT = 9
 """Updates of cases that differ from others in one thing."""
 PEAK_LR = {"sgd": 3e-2, "lion": 3e-4}
 

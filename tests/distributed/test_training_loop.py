@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.loop_runs import STOCK, everywhere
+from tests.distributed.loop_runs import STOCK, everywhere, mitigated
 from tests.distributed.ranks import run_cases
 
 Runs = dict[str, list[dict[str, Any]]]
-EXACT = [name for name in everywhere("", 1) if name != "tied and clipped"]
+EXACT = [(name, stages) for name in everywhere("", 1) if name != "tied and clipped" for stages in (2, 4)]
+EXACT += [(name, 2) for name in mitigated("", 1)]
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +48,7 @@ def test_every_run_ends_well(launches: dict[str, Runs]) -> None:
             assert all(math.isfinite(loss) for loss in losses(runs, name)), name
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(("name", "stages"), EXACT)
 def test_losses_equal_those_of_one_stage(launches: dict[str, Runs], name: str, stages: int) -> None:
     """Untied weights and no clipping: the arithmetic is the same, so are the bytes."""
     one, more = launches["pp1"], launches[f"pp{stages}"]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import pkgutil
 from types import SimpleNamespace
 from typing import Any
 
+import emerging_optimizers as upstream
 import pytest
 import torch
+from emerging_optimizers import registry as upstream_registry
 from megatron.core.optimizer import emerging_optimizers
 
 from megatron_async.errors import ConfigurationError
@@ -75,13 +79,15 @@ def test_what_is_no_matrix_goes_to_the_scalar_optimizer(name: str) -> None:
     assert [override["optimizer"] for override in overrides.values()] == ["lion"]
 
 
-OTHERS = sorted(set(optimizer_names()) - {*OWN_NAMES, "muon", "adaptive_muon", "soap", "lion"})
+OTHERS = sorted(set(optimizer_names()) - set(OWN_NAMES))
 
 
 def test_all_of_emerging_optimizers_have_a_name() -> None:
-    assert len(OTHERS) >= 10
-    assert "sinkhorn_muon" not in OTHERS
-    assert {"laprop", "scion", "polargrad", "psgd_pro", "oblique_adam", "rekls", "muon_hyperball"} <= set(OTHERS)
+    for module in pkgutil.walk_packages(upstream.__path__, "emerging_optimizers."):
+        if "triton" not in module.name:  # kernels, which need a GPU
+            importlib.import_module(module.name)
+    there = set(upstream_registry.get_optimizer_name_list())
+    assert set(OTHERS) == there - {"muon", "adaptive_muon", "soap", "lion", "sinkhorn_muon"}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -94,7 +100,7 @@ def test_the_others_step(name: str) -> None:
     config.lr, config.weight_decay = 0.02, 0.0
     torch.manual_seed(1)
     target, parameter = torch.randn(8, 6), torch.nn.Parameter(torch.randn(8, 6))
-    undo = register(OptimizerFlags())
+    undo = register(OptimizerFlags(), chosen=name)
     try:
         optimizer, _ = emerging_optimizers._create_emerging_optimizer(
             config, [{"params": [parameter]}], name, model_chunks=[], pg_collection=None

@@ -228,7 +228,7 @@ def simulate(
     return world
 
 
-STAGES = (1, 2, 3, 4, 5, 6, 8, 16, 33, 64)
+STAGES = (1, 2, 3, 4, 5, 8, 16, 64)
 
 
 @pytest.mark.parametrize("factor", [1, 2])
