@@ -40,6 +40,9 @@ def _has_level_one_barriers(args: Arguments) -> bool:
 PROVED_OPTIMIZERS = ("adam", "sgd", "muon", "normuon", "adamuon", "soap", "lion", "adan", "mars", "nadam")
 """Optimizers whose deferred step equals the oracle's in every byte (tests/distributed/test_exactness.py)."""
 
+CHECKPOINT_FORMATS = ("torch_dist", "torch")
+"""Formats that the weight versions are written into."""
+
 _DROP = "drop the flag"
 _ONE_VERSION = "it keeps or caches weights outside the two weight versions"
 _PER_ITERATION = "it looks at gradients or weights of a batch whose update is still deferred"
@@ -199,10 +202,24 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     # Checkpoints and logs
     Refusal(
-        "--save",
-        _is_set("save"),
-        "checkpoints of both weight versions, which an exact resume needs, are not written yet",
-        "train without --save",
+        "--ckpt-format",
+        lambda args: bool(args.save or args.load) and args.ckpt_format not in CHECKPOINT_FORMATS,
+        "the weight versions are written into no other format than torch_dist and torch",
+        "use --ckpt-format torch_dist",
+    ),
+    Refusal(
+        "--non-persistent-ckpt-type local",
+        lambda args: args.non_persistent_ckpt_type == "local",
+        "local checkpoints are not proved to resume exactly",
+        "use --non-persistent-ckpt-type global",
+    ),
+    Refusal(
+        "--ckpt-assume-constant-structure",
+        lambda args: (
+            args.ckpt_assume_constant_structure and bool(args.async_sync_start_iters or args.async_sync_cooldown_iters)
+        ),
+        "checkpoints of synchronous phases have another structure than those of the asynchronous phase",
+        "drop it, or --async-sync-start-iters and --async-sync-cooldown-iters",
     ),
     Refusal("--log-num-zeros-in-grad", _is_set("log_num_zeros_in_grad"), _PER_ITERATION, _DROP),
     Refusal("--log-params-norm", _is_set("log_params_norm"), _PER_ITERATION, _DROP),

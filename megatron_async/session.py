@@ -1,10 +1,9 @@
 """The asynchronous pipeline inside Megatron's training loop, and which iteration a number belongs to."""
 
 import argparse
-import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,17 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_async.checkpoint import Checkpoints
 from megatron_async.config import AsyncPipelineConfig
 from megatron_async.delay.audit import DelayAudit
 from megatron_async.errors import ConfigurationError
+from megatron_async.evaluation import evaluate
 from megatron_async.observe.trace import NO_TRACE, Trace
 from megatron_async.optimizer.deferred_step import UpdateResult
-from megatron_async.pipeline.runtime import AsyncPipeline, PipelineOptions
+from megatron_async.pipeline.plan import make_schedule
+from megatron_async.pipeline.runtime import AsyncPipeline, PipelineOptions, trainable_parameters
 
 _EXIT_BY_SIGNAL, _EXIT_BY_TIME = 1, 2
 """What a rank can request of all, a bit each."""
-
-_END = object()
 
 _ADVANCED, _SKIPPED, _NAN = "advanced iterations", "skipped iterations", "nan iterations"
 
@@ -53,6 +53,7 @@ class Session:
         config: The configuration in effect; None until arguments are parsed.
         pipeline: The pipeline, once the first training step has begun.
         scheduler: Megatron's learning-rate scheduler.
+        checkpoints: What of the pipeline goes into checkpoints and comes out of them.
     """
 
     def __init__(self, *, cpu: bool) -> None:
@@ -60,6 +61,7 @@ class Session:
         self.config: AsyncPipelineConfig | None = None
         self.pipeline: AsyncPipeline | None = None
         self.scheduler: Any = None
+        self.checkpoints = Checkpoints()
         self.on_configure: list[Callable[[AsyncPipelineConfig], None]] = []
         self._args: Any = None
         self._optimizer: Any = None
@@ -111,9 +113,11 @@ class Session:
             **kwargs: Arguments of megatron-core's schedules.
         """
         if forward_only:
-            return self._evaluate(stock, **kwargs)
+            assert self.config is not None
+            return evaluate(self.pipeline, self.config.async_evaluate, stock, **kwargs)
         if self._is_synchronous(self._args.curr_iteration):
             self._hand_back()
+            self.checkpoints.resumed = None  # what is synchronous goes on from z
             return stock(forward_only=False, **kwargs)
         for name in ("p2p_communicator", "pg_collection", "adjust_tensor_shapes_fn"):
             if kwargs.get(name) is not None:
@@ -139,24 +143,6 @@ class Session:
         if timers is not None:
             timers("forward-backward").stop()
         return losses
-
-    def _evaluate(self, stock: Callable[..., Any], **kwargs: Any) -> Any:
-        assert self.config is not None
-        which = self.config.async_evaluate
-        if self.pipeline is None:
-            # x = z as long as training is synchronous. Both are logged all the same, for curves without holes.
-            losses = stock(forward_only=True, **kwargs)
-            return _with_z(losses, losses) if which == "both" else losses
-        if which == "z":
-            self.pipeline.bind_plain_iterate()
-            return stock(forward_only=True, **kwargs)
-        self.pipeline.bind_newest()
-        if which == "x":
-            return stock(forward_only=True, **kwargs)
-        data = Replay(kwargs.pop("data_iterator"))
-        losses = stock(forward_only=True, data_iterator=data.record(), **kwargs)
-        self.pipeline.bind_plain_iterate()
-        return _with_z(losses, stock(forward_only=True, data_iterator=data.again(), **kwargs))
 
     def step(self) -> tuple[bool, float | None, int | None]:
         """In place of the optimizer's ``step()``: begin the update.
@@ -186,6 +172,27 @@ class Session:
             self._pending.samples = self._args.consumed_train_samples
             self._pending.totals = (totals, dict(totals))
             self._pending.losses = losses
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Let model and random state be what a checkpoint has to hold, and its entry the pipeline's."""
+        kept: AbstractContextManager[None] = nullcontext() if self.pipeline is None else self.pipeline.as_saved()
+        with kept:
+            # Before the pipeline has started, a checkpoint hands on what the one before has left.
+            state = self.checkpoints.resumed if self.pipeline is None else self.pipeline.state()
+            with self.checkpoints.saving(state):
+                yield
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters of this stage that the pipeline keeps versions of."""
+        return trainable_parameters(self._model[0])
+
+    def asks_for_saves(self) -> bool:
+        """Whether to ask all ranks, and wait for them, if a save in the background has ended.
+
+        Megatron asks in every iteration. While the pipeline runs it is enough where ranks wait for each other anyway.
+        """
+        return self.pipeline is None or self._is_logged(self._args.curr_iteration)
 
     @contextmanager
     def exit_checks(self) -> Iterator[None]:
@@ -268,6 +275,12 @@ class Session:
         assert self.config is not None
         if len(self._model) != 1:
             raise ConfigurationError("an asynchronous schedule runs one model chunk a stage; drop virtual stages")
+        kind = make_schedule(
+            self.config.pipeline_schedule,
+            self._args.pipeline_model_parallel_size,
+            stage=0,
+            simulated_stages=self.config.simulate_pipeline_stages,
+        ).kind()
         pipeline = AsyncPipeline(
             model=self._model[0],
             optimizer=self._optimizer,
@@ -283,6 +296,7 @@ class Session:
                 weight_prediction=self.config.async_weight_prediction,
                 lr_discount_iters=self.config.async_lr_discount_iters,
             ),
+            resumed=self.checkpoints.hand_over(kind),
             trace=self.make_trace(),
         )
         if self.config.async_audit:
@@ -308,7 +322,8 @@ class Session:
 
     def _is_logged(self, iteration: int) -> bool:
         """Whether Megatron prints this iteration, so that its norm is needed now. The wait costs a little, once."""
-        first = self.pipeline is not None and self.pipeline.updates.next_update == 1
+        pipeline = self.pipeline
+        first = pipeline is not None and pipeline.executor.next_batch == pipeline.first_batch + 1
         return first or iteration % self._args.log_interval == 0
 
     def _after_update(self, result: UpdateResult) -> None:
@@ -336,38 +351,6 @@ class Session:
             writer.add_scalar("grad-norm vs samples", norm, pending.samples)
             if wandb is not None:
                 wandb.log({"grad-norm": norm}, pending.number)
-
-
-class Replay:
-    """Hands out data and keeps them, to hand them out once more.
-
-    Args:
-        data: Iterator over microbatches, a list with that iterator, or None on stages that read no data.
-    """
-
-    def __init__(self, data: Any) -> None:
-        self._data = data[0] if isinstance(data, list) else data
-        self._kept: list[Any] = []
-
-    def record(self) -> Iterator[Any] | None:
-        """The data, for the first time."""
-        return None if self._data is None else self._recorded()
-
-    def _recorded(self) -> Iterator[Any]:
-        # Not a `for` over the data: Megatron's iterator can only be asked for the next item.
-        for item in iter(functools.partial(next, self._data), _END):
-            # Whoever gets a dictionary may take things out of it.
-            self._kept.append(dict(item) if isinstance(item, dict) else item)
-            yield item
-
-    def again(self) -> Iterator[Any] | None:
-        """The same data."""
-        return None if self._data is None else iter(self._kept)
-
-
-def _with_z(x: list[dict[str, Any]], z: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The losses of x, and those of z under names of their own."""
-    return [{**own, **{f"{name} z": loss for name, loss in other.items()}} for own, other in zip(x, z, strict=True)]
 
 
 def _book_as_skipped(iteration: _Iteration) -> None:

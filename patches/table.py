@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_async.optimizer.state_sharding import shard_any_state
-from megatron_async.patches import arguments, training_loop
+from megatron_async.patches import arguments, checkpointing, training_loop
 from megatron_async.patches.replacement import Replacement
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"
+_CHECKPOINTING = "megatron.training.checkpointing"
 
 
 def always(session: Session) -> tuple[Replacement, ...]:
@@ -59,9 +60,15 @@ def always(session: Session) -> tuple[Replacement, ...]:
 def asynchronous(session: Session) -> tuple[Replacement, ...]:
     """Rows that an asynchronous ``--pipeline-schedule`` switches on: module globals of the training loop."""
 
-    def row(attribute: str, replace: training_loop.Factory, parameters: tuple[str, ...], reason: str) -> Replacement:
+    def row(
+        attribute: str,
+        replace: training_loop.Factory,
+        parameters: tuple[str, ...],
+        reason: str,
+        module: str = _TRAINING,
+    ) -> Replacement:
         return Replacement(
-            module=_TRAINING,
+            module=module,
             attribute=attribute,
             replace=lambda original: replace(original, session),
             parameters=parameters,
@@ -162,5 +169,72 @@ def asynchronous(session: Session) -> tuple[Replacement, ...]:
                 "pg_collection",
             ),
             "the last update is completed, and messages on the wire are taken off it, when training ends",
+        ),
+        row(
+            "maybe_finalize_async_save",
+            checkpointing.maybe_finalize_async_save,
+            ("blocking", "terminate"),
+            "all ranks are asked in every iteration whether a save in the background has ended",
+        ),
+        row(
+            "save_checkpoint",
+            checkpointing.save_checkpoint,
+            (
+                "iteration",
+                "model",
+                "optimizer",
+                "opt_param_scheduler",
+                "num_floating_point_operations_so_far",
+                "checkpointing_context",
+                "pipeline_rank",
+                "expert_rank",
+                "tensor_rank",
+                "pipeline_parallel",
+                "expert_parallel",
+                "non_persistent_ckpt",
+                "train_data_iterator",
+                "preprocess_common_state_dict_fn",
+                "release",
+                "tp_group",
+                "pp_group",
+                "dp_cp_group",
+                "dp_group",
+                "expt_dp_group",
+                "rng_state_key_prefix",
+            ),
+            "the pending update is completed, and model and random state are those of the next batch, while it saves",
+        ),
+        row(
+            "generate_state_dict",
+            checkpointing.generate_state_dict,
+            (
+                "args",
+                "model",
+                "optimizer",
+                "opt_param_scheduler",
+                "rng_state",
+                "iteration",
+                "optim_sd_kwargs",
+                "model_sd_kwargs",
+                "rerun_state",
+            ),
+            "checkpoints have no place for further weights, which the next batches read",
+            module=_CHECKPOINTING,
+        ),
+        row(
+            "_load_base_checkpoint",
+            checkpointing.load_base_checkpoint,
+            (
+                "load_dir",
+                "args",
+                "rank0",
+                "sharded_state_dict",
+                "checkpointing_context",
+                "dp_cp_group",
+                "expt_dp_group",
+                "gpt_compat_layer_maps",
+            ),
+            "what a checkpoint has besides Megatron's own entries is dropped where it is loaded",
+            module=_CHECKPOINTING,
         ),
     )

@@ -36,7 +36,11 @@ class DelayAudit:
         self._counts: Counter[str] = Counter()
         self._delays: Counter[int] = Counter()
         self._deepest = max(self._versions.delays)
-        self._checksums = {0: self._checksum(self._versions.tensors(0))}
+        newest = self._versions.newest
+        self._checksums = {
+            newest - age: self._checksum(self._versions.tensors_of_age(age))
+            for age in range(min(self._deepest, newest) + 1)
+        }
         pipeline.executor.observer = self._observe
         pipeline.updates.on_complete.append(self._observe_update)
 

@@ -74,6 +74,7 @@ class DeferredStep:
         delay_compensation: lambda of the Taylor compensation, 0 for none.
         weight_prediction: Whether to write weights that are predicted by momentum.
         lr_discount_iters: K of the learning-rate discount of delays above one update, 0 for none.
+        first_update: Number of the first update.
         timeout: Timeout of the group for the agreement; None for PyTorch's default.
         trace: Where the times of waits and steps go.
 
@@ -99,6 +100,7 @@ class DeferredStep:
         delay_compensation: float = 0.0,
         weight_prediction: bool = False,
         lr_discount_iters: int = 0,
+        first_update: int = 0,
         timeout: timedelta | None = None,
         trace: Trace = NO_TRACE,
     ) -> None:
@@ -108,7 +110,7 @@ class DeferredStep:
         self.gradients = gradients
         self.ef_coefficient = ef_coefficient
         self.delay_compensation = delay_compensation
-        self.next_update = 0
+        self.next_update = first_update
         self.on_complete: list[Callable[[UpdateResult], None]] = []
         self.request: Callable[[], int] = lambda: 0
         self.trace = trace

@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron_async.observe.trace import NO_TRACE, Trace
 from megatron_async.pipeline.communication import StageCommunicator
 from megatron_async.pipeline.plan import Action, Op, Schedule, Step
+from megatron_async.pipeline.random_state import RandomState
 from megatron_async.pipeline.weight_versions import WeightVersions
 
 ForwardStepFunc = Callable[..., Any]
@@ -70,8 +71,7 @@ class PipelineExecutor:
         tokens: Tokens of the batch that was run last, as Megatron's loss functions count them, int, one element; None
             on stages without a loss.
 
-    Batches are numbered from 0 within this executor. Between two calls of :meth:`run_step` forwards of the next batch
-    may have run, their graphs are kept here.
+    Between two calls of :meth:`run_step` forwards of the next batch may have run, their graphs are kept here.
 
     Args:
         model: The stage's model, wrapped by Megatron's ``DistributedDataParallel``.
@@ -81,6 +81,7 @@ class PipelineExecutor:
         communicator: Messages with the neighbours.
         updates: The deferred optimizer step.
         observer: Called with every action after it ran, while the parameters point at what it read; for audits.
+        first_batch: Number of the first batch.
         trace: Where the times of the actions go.
     """
 
@@ -94,6 +95,7 @@ class PipelineExecutor:
         communicator: StageCommunicator,
         updates: Updates,
         observer: Callable[[Action], None] | None = None,
+        first_batch: int = 0,
         trace: Trace = NO_TRACE,
     ) -> None:
         self.model = model
@@ -104,7 +106,7 @@ class PipelineExecutor:
         self.updates = updates
         self.observer = observer
         self.trace = trace
-        self.next_batch = 0
+        self.next_batch = first_batch
         self.tokens: torch.Tensor | None = None
         # Their results go out before anything else is looked at.
         is_sent = {Op.FORWARD: not schedule.is_last, Op.BACKWARD: not schedule.is_first}
@@ -115,6 +117,7 @@ class PipelineExecutor:
         self._tokens: dict[int, torch.Tensor] = {}
         self._microbatches: dict[int, int] = {}
         self._filled = False
+        self._before_prefetch: RandomState | None = None
         self._context: BatchContext | None = None
         self._gradient_to_send: torch.Tensor | None = None
         self._handlers: dict[Op, Callable[[Action], None]] = {
@@ -154,6 +157,7 @@ class PipelineExecutor:
                 "the batch size must not change while the asynchronous pipeline runs"
             )
         self._context = context
+        self._before_prefetch = None
         self._microbatches[batch] = microbatches
         if next_microbatches is not None:
             self._microbatches[batch + 1] = next_microbatches
@@ -178,8 +182,15 @@ class PipelineExecutor:
         self.next_batch += 1
         return self._losses.pop(batch, [])
 
+    def random_state_of_next_batch(self) -> contextlib.AbstractContextManager[None]:
+        """Put the random state back, for a while, to where it was before forwards of the next batch were prefetched."""
+        return contextlib.nullcontext() if self._before_prefetch is None else self._before_prefetch.in_place()
+
     def discard_prefetched(self) -> None:
-        """Throw the prefetched forwards away; their data have to be read again."""
+        """Throw the prefetched forwards away; their data have to be read again, and their random numbers drawn."""
+        if self._before_prefetch is not None:
+            self._before_prefetch.put_back()
+            self._before_prefetch = None
         self.communicator.discard()
         for flight in self._in_flight:
             self.versions.release(flight.batch)
@@ -203,6 +214,9 @@ class PipelineExecutor:
         if not self.schedule.is_first:
             with self._span("receive wait", action):
                 input_tensor = self.communicator.receive_activation()
+        if action.batch > self.next_batch and self._before_prefetch is None:
+            # A checkpoint after this step begins with this forward again.
+            self._before_prefetch = RandomState.now()
         with self._span("forward", action):
             self.versions.acquire(action.batch)
             output_tensor, tokens = forward_step(

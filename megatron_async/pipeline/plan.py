@@ -102,6 +102,7 @@ class Schedule:
         self.stages = stages
         self.stage = stage
         self.warmup_factor = warmup_factor
+        self._delayed_stages = max(stages, simulated_stages)
         self.delays = (
             tuple(self.delay_of(s, simulated_stages) for s in range(simulated_stages))
             if simulated_stages > 1
@@ -122,6 +123,18 @@ class Schedule:
     def is_last(self) -> bool:
         """Whether this stage computes the loss."""
         return self.stage == self.stages - 1
+
+    def deepest_delay(self) -> int:
+        """Largest delay of any stage of the pipeline, simulated ones among them."""
+        return max(self.delay_of(stage, self._delayed_stages) for stage in range(self._delayed_stages))
+
+    def kind(self) -> str:
+        """Which delays the parameters have: pipelines of one kind can go on from each other's weight versions."""
+        names = {schedule: name for name, schedule in SCHEDULES.items()}
+        name = names.get(type(self), type(self).__name__)
+        # A delay that is the same on all stages does not depend on their number.
+        delays = {self.delay_of(stage, stages) for stages in (2, 3) for stage in range(stages)}
+        return name if len(delays) == 1 else f"{name} of {self._delayed_stages} stages"
 
     def some_stage_waits(self) -> bool:
         """Whether a stage of the pipeline reads weights that the update before has just made, and so waits for it."""

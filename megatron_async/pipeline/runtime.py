@@ -1,7 +1,8 @@
 """The asynchronous pipeline of one rank: plan, executor, weight versions and deferred step, put together."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,6 +13,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_pg_size
 
+from megatron_async.checkpoint import PipelineState
 from megatron_async.delay.simulate import stages_of_parameters
 from megatron_async.observe.trace import NO_TRACE, Trace
 from megatron_async.optimizer.deferred_step import DeferredStep, UpdateResult
@@ -64,6 +66,7 @@ class AsyncPipeline:
         optimizer: Its Megatron optimizer.
         pg_collection: Megatron's process groups; ``pp``, ``tp``, ``cp``, ``embd`` and ``dp_cp`` are used.
         options: How to run.
+        resumed: Where the pipeline goes on; None to start with the present weights. The present ones are z in any case.
         observer: Called with every executed action, while the parameters point at what it read.
         trace: Where the times of all actions go.
 
@@ -79,6 +82,7 @@ class AsyncPipeline:
         optimizer: Any,
         pg_collection: Any,
         options: PipelineOptions,
+        resumed: PipelineState | None = None,
         observer: Callable[[Action], None] | None = None,
         trace: Trace = NO_TRACE,
     ) -> None:
@@ -90,8 +94,9 @@ class AsyncPipeline:
         self.schedule = make_schedule(
             options.schedule, pp_group.size(), pp_group.rank(), options.warmup_factor, options.simulated_stages
         )
-        named = _trainable_parameters(model, optimizer)
+        named = _updated_parameters(model, optimizer)
         parameters = list(named.values())
+        self.first_batch = 0 if resumed is None else resumed.batch
         masters = find_masters(optimizer)
         delays = self._delays(list(named))
         sharded = [buffer.param_data for buffer in parameter_buffers(model)]
@@ -102,6 +107,8 @@ class AsyncPipeline:
             flat=sharded,
             trace=trace,
         )
+        if resumed is not None:
+            self.versions.resume(resumed.batch, dict(zip(resumed.ages, resumed.weights, strict=True)))
         self.communicator = StageCommunicator(
             pp_group,
             self.config.pipeline_dtype,
@@ -130,6 +137,7 @@ class AsyncPipeline:
             delay_compensation=options.delay_compensation,
             weight_prediction=options.weight_prediction,
             lr_discount_iters=options.lr_discount_iters,
+            first_update=self.first_batch,
             timeout=options.timeout,
             trace=trace,
         )
@@ -141,6 +149,7 @@ class AsyncPipeline:
             communicator=self.communicator,
             updates=self.updates,
             observer=observer,
+            first_batch=self.first_batch,
             trace=trace,
         )
         self.trace = trace
@@ -214,6 +223,28 @@ class AsyncPipeline:
             self._plain_iterate = self._make_plain_iterate()
         self.versions.bind_to(self._plain_iterate)
 
+    def state(self) -> PipelineState:
+        """Complete the pending update, and say where the pipeline is. Its tensors are those in use."""
+        self.complete()
+        versions = self.versions
+        ages = range(0 if self._has_corrected_weights() else 1, self.schedule.deepest_delay() + 1)
+        return PipelineState(
+            self.schedule.kind(), versions.newest, tuple(ages), [versions.tensors_of_age(age) for age in ages]
+        )
+
+    @contextmanager
+    def as_saved(self) -> Iterator[None]:
+        """Let model and random state be, for a while, what a checkpoint has to hold: z, and nothing prefetched."""
+        if self._has_corrected_weights():
+            self.bind_plain_iterate()
+        else:
+            self.bind_newest()
+        with self.executor.random_state_of_next_batch():
+            yield
+
+    def _has_corrected_weights(self) -> bool:
+        return bool(self.options.ef_coefficient) or self.options.weight_prediction
+
     @torch.no_grad()
     def _make_plain_iterate(self) -> Sequence[torch.Tensor]:
         versions, masters = self.versions, self.updates.masters
@@ -275,8 +306,13 @@ def _do_nothing() -> None:
     """Stands for the model's ``zero_grad_buffer``."""
 
 
-def _trainable_parameters(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.nn.Parameter]:
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that a pipeline keeps versions of, by name, in their order."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _updated_parameters(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.nn.Parameter]:
+    trainable = trainable_parameters(model)
     covered = covered_parameters(optimizer)
     missing = [name for name, p in trainable.items() if p not in covered]
     if missing:

@@ -9,7 +9,7 @@ again before its backward, and never write a buffer that a live graph reads.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -142,6 +142,27 @@ class WeightVersions:
                 for work in self._arriving.pop(version):
                     work.wait()
         return found
+
+    def tensors_of_age(self, age: int) -> list[torch.Tensor]:
+        """The buffers of version newest - ``age``, in the order of :attr:`parameters`.
+
+        Where a parameter has no such version, because its delay is smaller, its oldest one.
+        """
+        return self._merge([self._at(line, self.newest - min(age, line.delay)) for line in self._lines])
+
+    @torch.no_grad()
+    def resume(self, newest: int, weights: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Go on from versions that another run of the pipeline has left. Before anything has been read or written.
+
+        Args:
+            newest: Number of the newest version.
+            weights: By age, versions to put in the place of the current ones, as :meth:`tensors_of_age` gave them.
+        """
+        for age, tensors in weights.items():
+            for line, positions in zip(self._lines, self._positions, strict=True):
+                if age <= line.delay:
+                    torch._foreach_copy_(list(line.buffers[age].tensors), [tensors[i] for i in positions])
+        self.newest = newest
 
     def _merge(self, parts: list[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         merged = list(self.home)
