@@ -9,7 +9,7 @@ and is not saved twice.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,12 +30,13 @@ FORMAT = 1
 _REMEDY = "load it with --no-load-optim or --finetune to start from its weights alone"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineState:
     """Where an asynchronous pipeline is, between two steps and with no update pending.
 
     Attributes:
         kind: Which delays it has: states of one kind can go on from each other.
+        uniform: Whether all parameters have one delay. Copies of a tied weight on two stages are then equal.
         batch: Number of the next batch, which is also that of the newest weight version and of the next update.
         ages: The ages in updates of the versions in ``weights``; age 0 is absent where it equals z.
         weights: For each age a tensor a parameter, of its dtype and shape. Parameters of a smaller delay have no
@@ -43,13 +44,31 @@ class PipelineState:
     """
 
     kind: str
+    uniform: bool
     batch: int
     ages: tuple[int, ...]
     weights: Sequence[Sequence[torch.Tensor]]
 
     def header(self) -> dict[str, Any]:
         """What the entry says about itself, equal on all ranks."""
-        return {"format": FORMAT, "kind": self.kind, "batch": self.batch, "ages": list(self.ages)}
+        return {
+            "format": FORMAT,
+            "kind": self.kind,
+            "uniform": self.uniform,
+            "batch": self.batch,
+            "ages": list(self.ages),
+        }
+
+    @classmethod
+    def from_header(cls, header: dict[str, Any], weights: Sequence[Sequence[torch.Tensor]]) -> "PipelineState":
+        """The state that an entry describes."""
+        return cls(
+            kind=header["kind"],
+            uniform=header["uniform"],
+            batch=header["batch"],
+            ages=tuple(header["ages"]),
+            weights=weights,
+        )
 
 
 def add_entry(
@@ -63,8 +82,11 @@ def add_entry(
         parameters: The parameters by name, in the order of the state's tensors.
         sharded: Whether the checkpoint is a distributed one (``torch_dist``); else every rank writes what it has.
     """
-    weights = [_by_name(state_dict, tensors, parameters, age, sharded) for age, tensors in _versions(state)]
-    state_dict[ENTRY] = {**state.header(), "weights": dict(zip(_keys(state.ages), weights, strict=True))}
+    weights = {}
+    for age, tensors in zip(state.ages, state.weights, strict=True):
+        named = dict(zip(parameters, tensors, strict=True))
+        weights[f"age_{age}"] = _cut(state_dict, named, parameters, age, state.uniform) if sharded else named
+    state_dict[ENTRY] = {**state.header(), "weights": weights}
 
 
 def add_template(state_dict: dict[str, Any], header: dict[str, Any], parameters: dict[str, torch.nn.Parameter]) -> None:
@@ -77,10 +99,8 @@ def add_template(state_dict: dict[str, Any], header: dict[str, Any], parameters:
         header: The entry of the checkpoint, as the part says that is common to all ranks.
         parameters: The parameters by name.
     """
-    ages = tuple(header["ages"])
-    tensors = [[torch.empty_like(p.data) for p in parameters.values()] for _ in ages]
-    state = PipelineState(header["kind"], header["batch"], ages, tensors)
-    add_entry(state_dict, state, parameters, sharded=True)
+    tensors = [[torch.empty_like(p.data) for p in parameters.values()] for _ in header["ages"]]
+    add_entry(state_dict, PipelineState.from_header(header, tensors), parameters, sharded=True)
 
 
 def read_entry(state_dict: dict[str, Any], parameters: dict[str, torch.nn.Parameter]) -> PipelineState:
@@ -95,10 +115,9 @@ def read_entry(state_dict: dict[str, Any], parameters: dict[str, torch.nn.Parame
     """
     entry = state_dict[ENTRY]
     check_header(entry)
-    ages = tuple(entry["ages"])
     weights = []
-    for key in _keys(ages):
-        found = entry.get("weights", {}).get(key, {})
+    for age in entry["ages"]:
+        found = entry.get("weights", {}).get(f"age_{age}", {})
         for name, parameter in parameters.items():
             tensor = found.get(name)
             if tensor is None or tensor.shape != parameter.shape:
@@ -107,7 +126,7 @@ def read_entry(state_dict: dict[str, Any], parameters: dict[str, torch.nn.Parame
                     f"--load: the asynchronous pipeline's entry of the checkpoint {what} weight {name}; {_REMEDY}"
                 )
         weights.append([found[name] for name in parameters])
-    return PipelineState(entry["kind"], entry["batch"], ages, weights)
+    return PipelineState.from_header(entry, weights)
 
 
 def check_header(entry: Any) -> None:
@@ -116,7 +135,7 @@ def check_header(entry: Any) -> None:
     Raises:
         ConfigurationError: If it cannot.
     """
-    if not isinstance(entry, dict) or not {"format", "kind", "batch", "ages"} <= entry.keys():
+    if not isinstance(entry, dict) or not {"format", "kind", "uniform", "batch", "ages"} <= entry.keys():
         raise ConfigurationError(f"--load: the checkpoint's entry {ENTRY!r} is not megatron_async's; {_REMEDY}")
     if entry["format"] > FORMAT:
         raise ConfigurationError(
@@ -204,26 +223,20 @@ class Checkpoints:
         return resumed
 
 
-def _versions(state: PipelineState) -> list[tuple[int, Sequence[torch.Tensor]]]:
-    return list(zip(state.ages, state.weights, strict=True))
-
-
-def _keys(ages: tuple[int, ...]) -> list[str]:
-    return [f"age_{age}" for age in ages]
-
-
-def _by_name(
+def _cut(
     state_dict: dict[str, Any],
-    tensors: Sequence[torch.Tensor],
+    tensors: dict[str, torch.Tensor],
     parameters: dict[str, torch.nn.Parameter],
     age: int,
-    sharded: bool,
+    uniform: bool,
 ) -> dict[str, Any]:
-    if not sharded:
-        return {name: tensor.detach() for name, tensor in zip(parameters, tensors, strict=True)}
-    # Each version is cut over ranks as the weights themselves, so it can be loaded wherever they can.
+    """One version, cut over ranks as the weights themselves: it can be loaded wherever they can."""
     places = get_param_id_to_sharded_param_map(state_dict["model"], parameters.values())
-    return {
-        name: make_sharded_optimizer_tensor(places[i], tensor, prefix=f"{ENTRY}.age_{age}")
-        for i, (name, tensor) in enumerate(zip(parameters, tensors, strict=True))
-    }
+    cut = {}
+    for i, (name, parameter) in enumerate(parameters.items()):
+        place = places[i]
+        if getattr(parameter, "shared", False) and not uniform:
+            # Megatron stores one copy of a tied weight. This one has another delay than that, and other versions.
+            place = replace(place, key=f"{place.key}.copy", replica_id=(0, *place.replica_id[1:]))
+        cut[name] = make_sharded_optimizer_tensor(place, tensors[name], prefix=f"{ENTRY}.age_{age}")
+    return cut

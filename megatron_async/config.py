@@ -128,6 +128,9 @@ class AsyncPipelineConfig:
         self._check_phases(args)
         self._check_stages(args)
         self._check_microbatches(args)
+        if args.save:
+            # Not first after hours of training.
+            check_directory("--save", args.save)
 
     def _check_values(self) -> None:
         coefficient = self.async_ef_coefficient
@@ -152,7 +155,7 @@ class AsyncPipelineConfig:
             raise ConfigurationError(
                 f"--async-trace-start {self.async_trace_start} is beyond --train-iters {args.train_iters}; lower it"
             )
-        check_directory(self.async_trace)
+        check_directory("--async-trace", self.async_trace)
 
     def _check_unused(self) -> None:
         for flag in self._set_among(*(f.name for f in fields(self) if "trace" not in f.name)):
@@ -260,16 +263,24 @@ class AsyncPipelineConfig:
 
     def _check_microbatches(self, args: argparse.Namespace) -> None:
         per_microbatch = args.micro_batch_size * args.data_parallel_size
-        microbatches = args.global_batch_size // per_microbatch
+        flag, smallest = "--global-batch-size", args.global_batch_size
+        if args.step_batch_size_schedule:
+            from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+
+            steps = StepBatchsizeNumMicroBatchesCalculator(
+                args.micro_batch_size, args.data_parallel_size, False, 1, args.step_batch_size_schedule, args.seq_length
+            ).schedule
+            flag, smallest = "--step-batch-size-schedule", min(batch for _, batch in steps)
+        microbatches = smallest // per_microbatch
         stages = args.pipeline_model_parallel_size
         least = make_schedule(self.pipeline_schedule, stages, 0, self.async_warmup_factor).minimum_microbatches()
         if microbatches < least:
             lower = " or use --async-warmup-factor=1" if self.async_warmup_factor > 1 and microbatches >= stages else ""
             raise ConfigurationError(
-                f"--global-batch-size {args.global_batch_size} gives {microbatches} microbatch(es) a batch, and "
+                f"{flag} {args.step_batch_size_schedule or smallest} gives {microbatches} microbatch(es) a batch, and "
                 f"--pipeline-schedule={self.pipeline_schedule} with {stages} pipeline stages and "
                 f"--async-warmup-factor={self.async_warmup_factor} needs at least {least}; "
-                f"raise --global-batch-size to {least * per_microbatch} or more{lower}"
+                f"raise {flag} to {least * per_microbatch} or more{lower}"
             )
 
 

@@ -153,14 +153,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--qk-clip", _is_set("qk_clip", "log_max_attention_logit"), "it changes weights after the step", _DROP),
     Refusal("--freeze-all-layers", _is_set("freeze_all_layers"), "every stage needs parameters to train", _DROP),
     # Batches and data
-    Refusal("--rampup-batch-size", _is_set("rampup_batch_size"), _CHANGES_BATCH, "use a constant --global-batch-size"),
-    Refusal(
-        "--step-batch-size-schedule",
-        _is_set("step_batch_size_schedule", "decrease_batch_size_if_needed"),
-        _CHANGES_BATCH,
-        "use a constant --global-batch-size",
-    ),
-    Refusal("--iterations-to-skip", _is_set("iterations_to_skip"), _CHANGES_BATCH, _DROP),
     Refusal(
         "--sft",
         _is_set("sft", "hybrid_context_parallel", "dataloader_inter_document_masking"),

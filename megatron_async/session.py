@@ -1,6 +1,7 @@
 """The asynchronous pipeline inside Megatron's training loop, and which iteration a number belongs to."""
 
 import argparse
+import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import num_microbatches_calculator
 
 from megatron_async.checkpoint import Checkpoints
 from megatron_async.config import AsyncPipelineConfig
@@ -18,6 +20,7 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.evaluation import evaluate
 from megatron_async.observe.trace import NO_TRACE, Trace
 from megatron_async.optimizer.deferred_step import UpdateResult
+from megatron_async.optimizer.state_sharding import provide_initial_state
 from megatron_async.pipeline.plan import make_schedule
 from megatron_async.pipeline.runtime import AsyncPipeline, PipelineOptions, trainable_parameters
 
@@ -102,6 +105,7 @@ class Session:
         self._optimizer = optimizer
         self._synchronous_step = optimizer.step
         self._model = list(model)
+        provide_initial_state(optimizer)
         optimizer.step = self.step
 
     def forward_backward(self, stock: Callable[..., Any], *, forward_only: bool = False, **kwargs: Any) -> Any:
@@ -135,7 +139,7 @@ class Session:
             forward_step_func=kwargs["forward_step_func"],
             data_iterator=kwargs["data_iterator"],
             num_microbatches=m,
-            next_num_microbatches=None if self._is_last_step() else m,
+            next_num_microbatches=self._next_microbatches(m),
             seq_length=kwargs["seq_length"],
             micro_batch_size=kwargs["micro_batch_size"],
             decoder_seq_length=kwargs.get("decoder_seq_length"),
@@ -192,7 +196,8 @@ class Session:
 
         Megatron asks in every iteration. While the pipeline runs it is enough where ranks wait for each other anyway.
         """
-        return self.pipeline is None or self._is_logged(self._args.curr_iteration)
+        # The loop has not moved on to the iteration that follows.
+        return self.pipeline is None or self._is_logged(self._args.curr_iteration + 1)
 
     @contextmanager
     def exit_checks(self) -> Iterator[None]:
@@ -314,7 +319,20 @@ class Session:
             or self._is_synchronous(following)
             or bool(args.exit_interval and following % args.exit_interval == 0)
             or following in (args.phase_transition_iterations or ())
+            # Megatron reads the data of an iteration that is to be skipped from the same iterator.
+            or following + 1 in args.iterations_to_skip
         )
+
+    def _next_microbatches(self, microbatches: int) -> int | None:
+        """m of the batch after the current one, by Megatron's schedule of batch sizes; None if there is none."""
+        if self._is_last_step():
+            return None
+        args = self._args
+        # A copy: Megatron's own moves on at the start of the next iteration.
+        calculator: Any = copy.copy(num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR)
+        samples = microbatches * args.micro_batch_size * args.data_parallel_size
+        calculator.update(args.consumed_train_samples + samples, consistency_check=False)
+        return int(calculator.get())
 
     def _is_synchronous(self, iteration: int) -> bool:
         assert self.config is not None

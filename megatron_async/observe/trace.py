@@ -245,19 +245,23 @@ class _Span:
         self._records.append((self._name, self._start, self._mark(), self._arguments))
 
 
-def check_directory(directory: Path | str) -> None:
-    """See to it that a trace can be written to ``directory``; make it if it is missing. Ranks may call it at once.
+def check_directory(flag: str, directory: Path | str) -> None:
+    """See to it that files can be written to ``directory``; make it if it is missing. Ranks may call it at once.
+
+    Args:
+        flag: Whose value it is.
+        directory: The directory.
 
     Raises:
         ConfigurationError: If it cannot be made or written.
     """
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".trace-"):
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".written-"):
             pass
     except OSError as error:
         raise ConfigurationError(
-            f"--async-trace {directory} cannot be written ({error.strerror or error}); name a directory that every "
+            f"{flag} {directory} cannot be written ({error.strerror or error}); name a directory that every "
             "rank can write, or drop the flag"
         ) from None
 

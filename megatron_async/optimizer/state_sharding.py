@@ -7,6 +7,8 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
+from megatron_async.optimizer.masters import base_optimizers
+
 Make = Callable[[Any, torch.Tensor, str], Any]
 
 
@@ -59,3 +61,21 @@ def _fragments(tensor: ShardedTensor) -> tuple[int, ...]:
 def _fragment(tensor: ShardedTensor, axis: int) -> int:
     size = tensor.global_shape[axis] // _fragments(tensor)[axis]
     return int(tensor.global_offset[axis] // size)
+
+
+def provide_initial_state(optimizer: Any) -> None:
+    """Give SGD the state that a sharded checkpoint is loaded into; megatron-core has that for its other optimizers.
+
+    Args:
+        optimizer: A Megatron optimizer.
+    """
+    for base in base_optimizers(optimizer):
+        if isinstance(base.optimizer, torch.optim.SGD) and base.init_state_fn is None:
+            base.init_state_fn = _make_momentum
+
+
+def _make_momentum(optimizer: torch.optim.SGD, config: Any = None) -> None:
+    # A first step from zeros leaves in the buffer what one without a buffer does: the gradient.
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.data))

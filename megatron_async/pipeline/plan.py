@@ -128,13 +128,16 @@ class Schedule:
         """Largest delay of any stage of the pipeline, simulated ones among them."""
         return max(self.delay_of(stage, self._delayed_stages) for stage in range(self._delayed_stages))
 
+    @classmethod
+    def is_uniform(cls) -> bool:
+        """Whether all stages of a pipeline have the same delay, whatever their number."""
+        return len({cls.delay_of(stage, stages) for stages in (2, 3) for stage in range(stages)}) == 1
+
     def kind(self) -> str:
         """Which delays the parameters have: pipelines of one kind can go on from each other's weight versions."""
         names = {schedule: name for name, schedule in SCHEDULES.items()}
         name = names.get(type(self), type(self).__name__)
-        # A delay that is the same on all stages does not depend on their number.
-        delays = {self.delay_of(stage, stages) for stages in (2, 3) for stage in range(stages)}
-        return name if len(delays) == 1 else f"{name} of {self._delayed_stages} stages"
+        return name if self.is_uniform() else f"{name} of {self._delayed_stages} stages"
 
     def some_stage_waits(self) -> bool:
         """Whether a stage of the pipeline reads weights that the update before has just made, and so waits for it."""

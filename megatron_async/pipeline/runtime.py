@@ -229,7 +229,11 @@ class AsyncPipeline:
         versions = self.versions
         ages = range(0 if self._has_corrected_weights() else 1, self.schedule.deepest_delay() + 1)
         return PipelineState(
-            self.schedule.kind(), versions.newest, tuple(ages), [versions.tensors_of_age(age) for age in ages]
+            kind=self.schedule.kind(),
+            uniform=self.schedule.is_uniform(),
+            batch=versions.newest,
+            ages=tuple(ages),
+            weights=[versions.tensors_of_age(age) for age in ages],
         )
 
     @contextmanager

@@ -68,7 +68,16 @@ def mitigated(folder: str, stages: int) -> dict[str, list[str]]:
         "phases bf16": run(*base, FEEDBACK, MUON, PHASES, ["--bf16", "--async-evaluate", "z"], evaluate=5),
         "compensated": run(*base, ADAM, ["--async-delay-compensation", "0.5"]),
         "predicted": run(*base, MUON, ["--async-weight-prediction"]),
+        "skips 5 and 6": run(*base, ADAM, FEEDBACK, ["--iterations-to-skip", "5", "6"]),
+        "grows": grows(*base, ADAM, FEEDBACK),
     }
+
+
+def grows(*parts: list[str]) -> list[str]:
+    """A command line whose batches grow from 4 to 9 microbatches after five iterations (20 samples)."""
+    flags = run(*parts)
+    start = flags.index("--global-batch-size")
+    return [*flags[:start], *flags[start + 2 :], "--step-batch-size-schedule", "0:4 640:9"]
 
 
 def other_schedules(folder: str, stages: int) -> dict[str, list[str]]:

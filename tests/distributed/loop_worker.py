@@ -1,6 +1,6 @@
 """Rank of the training-loop test: trains many times in one process and records what Megatron logged, exactly.
 
-Started by test_training_loop.py as ``loop_worker FOLDER LAUNCH``. Every run executes scripts/pretrain_gpt.py as
+Started by conftest.py as ``loop_worker FOLDER LAUNCH``. Every run executes scripts/pretrain_gpt.py as
 ``__main__``; Megatron's global state is destroyed in between.
 """
 
@@ -23,6 +23,8 @@ import torch.distributed as dist
 
 import megatron_async
 from megatron_async.patches import cpu
+from tests.distributed import checkpoint_runs
+from tests.distributed.checkpoint_sabotages import sabotage_of
 from tests.distributed.loop_runs import STOCK, runs_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,12 +144,14 @@ def main(folder: Path, launch: str) -> None:
         cpu.install(quiet=True)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found: dict[str, list[dict[str, Any]]] = {}
-    for name, arguments in runs_of(launch, str(folder)).items():
+    runs = runs_of(launch, str(folder)) | checkpoint_runs.runs_of(launch, str(folder))
+    for name, arguments in runs.items():
         for plugin in (True, False) if name in STOCK else (True,):
             # Anew each time: Megatron leaves its old gloo groups behind, whose idle threads take the processor's time.
             store = folder / f"{launch}-{len(found)}.store"
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-            outcome = execute(arguments, plugin=plugin)
+            with sabotage_of(name):
+                outcome = execute(arguments, plugin=plugin)
             everyones: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyones, outcome)
             found[name if plugin else f"{name}, without the plugin"] = everyones

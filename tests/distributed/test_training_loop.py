@@ -6,39 +6,14 @@ Three launches train about thirty small models with scripts/pretrain_gpt.py; see
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.distributed.loop_runs import STOCK, everywhere, mitigated
-from tests.distributed.ranks import run_cases
+from tests.distributed.runs import Runs, evaluations, iterations, losses, weights
 
-Runs = dict[str, list[dict[str, Any]]]
 EXACT = [(name, stages) for name in everywhere("", 1) if name != "tied and clipped" for stages in (2, 4)]
 EXACT += [(name, 2) for name in mitigated("", 1)]
-
-
-@pytest.fixture(scope="module")
-def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Runs]:
-    folder: Path = tmp_path_factory.mktemp("loop")
-    worker = "tests.distributed.loop_worker"
-    return {f"pp{p}": run_cases(p, worker, folder, 600, f"pp{p}") for p in (1, 2, 4)}
-
-
-def losses(runs: Runs, name: str) -> list[float]:
-    """Losses of a run as the last stage reported them."""
-    return [entry["lm loss"] for entry in runs[name][-1]["iterations"]]
-
-
-def evaluations(runs: Runs, name: str) -> list[float]:
-    found: list[float] = runs[name][-1]["evaluations"]
-    return found
-
-
-def weights(runs: Runs, name: str) -> list[str]:
-    """Digest of the final weights of every rank."""
-    return [rank["weights"] for rank in runs[name]]
 
 
 def test_every_run_ends_well(launches: dict[str, Runs]) -> None:
@@ -89,6 +64,19 @@ def test_synchronous_phases(launches: dict[str, Runs]) -> None:
     assert x[1:] == z[1:]  # at iteration 10, after the cooldown
     assert losses(runs, "phases")[:3] != losses(runs, "adam")[:3]
     assert losses(runs, "phases")[:1] == losses(runs, "adam")[:1]
+
+
+def test_iterations_can_be_skipped(launches: dict[str, Runs]) -> None:
+    """Their data are read and thrown away."""
+    runs = launches["pp1"]
+    assert iterations(runs, "skips 5 and 6") == [1, 2, 3, 4, 7, 8, 9, 10]
+
+
+def test_batches_can_grow(launches: dict[str, Runs]) -> None:
+    """The first batch of another size is prefetched while the last one of the old size runs."""
+    runs = launches["pp2"]
+    assert iterations(runs, "grows") == list(range(1, 11))
+    assert losses(runs, "grows") != losses(runs, "adam")
 
 
 @pytest.mark.parametrize("name", ["compensated", "predicted"])

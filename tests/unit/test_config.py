@@ -22,6 +22,8 @@ def megatron(**changes: Any) -> argparse.Namespace:
     values: dict[str, Any] = {
         "micro_batch_size": 2,
         "global_batch_size": 16,
+        "step_batch_size_schedule": None,
+        "seq_length": 128,
         "data_parallel_size": 1,
         "pipeline_model_parallel_size": 4,
         "optimizer": "adam",
@@ -34,6 +36,10 @@ def megatron(**changes: Any) -> argparse.Namespace:
         "wandb_save_dir": "",
         "tensorboard_dir": None,
         "save": None,
+        "load": None,
+        "ckpt_format": "torch_dist",
+        "non_persistent_ckpt_type": None,
+        "ckpt_assume_constant_structure": False,
         "train_iters": 100,
         "use_distributed_optimizer": False,
         "overlap_param_gather": False,
@@ -188,6 +194,15 @@ def test_values_outside_the_choices_end_the_parser(flags: list[str]) -> None:
     assert ended.value.code == 2
 
 
+def test_too_few_microbatches_at_the_start_of_a_schedule() -> None:
+    config = AsyncPipelineConfig(pipeline_schedule="2bw-async")
+    config.validate(megatron(step_batch_size_schedule="0:8 2K:16"))
+    with pytest.raises(
+        ConfigurationError, match=r"--step-batch-size-schedule 0:6 2K:16 gives 3 .*-schedule to 8 or more"
+    ):
+        config.validate(megatron(step_batch_size_schedule="0:6 2K:16"))
+
+
 @pytest.mark.parametrize(
     ("factor", "batch", "least"),
     [(1, 6, "raise --global-batch-size to 8 or more"), (2, 12, "raise --global-batch-size to 14 or more or use")],
@@ -225,9 +240,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "--qk-clip": {"qk_clip": True},
     "--freeze-all-layers": {"freeze_all_layers": True},
-    "--rampup-batch-size": {"rampup_batch_size": [8, 8, 100]},
-    "--step-batch-size-schedule": {"step_batch_size_schedule": "8:100"},
-    "--iterations-to-skip": {"iterations_to_skip": [3]},
     "--sft": {"sft": True},
     "--cuda-graph-impl": {"cuda_graph_impl": "local"},
     "--rerun-mode": {"rerun_mode": "report_determinism_stats"},
@@ -236,7 +248,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "--use-ring-exchange-p2p": {"use_ring_exchange_p2p": True},
     "--perform-rl-step": {"perform_rl_step": True},
     "--inprocess-restart": {"inprocess_restart": True},
-    "--save": {"save": "checkpoints"},
+    "--ckpt-format": {"save": "checkpoints", "ckpt_format": "torch_dcp"},
+    "--non-persistent-ckpt-type local": {"non_persistent_ckpt_type": "local"},
+    "--ckpt-assume-constant-structure": {"ckpt_assume_constant_structure": True, "async_sync_start_iters": 5},
     "--log-num-zeros-in-grad": {"log_num_zeros_in_grad": True},
     "--log-params-norm": {"log_params_norm": True},
     "--save-params-interval / --save-wgrads-interval / --save-dgrads-interval / --save-activations-interval": {

@@ -254,11 +254,11 @@ def test_an_old_file_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
 
 
 def test_check_directory(tmp_path: Path) -> None:
-    check_directory(tmp_path / "a" / "b")
+    check_directory("--async-trace", tmp_path / "a" / "b")
     assert list((tmp_path / "a" / "b").iterdir()) == []
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match=r"--async-trace .*file.* cannot be written") as error:
-        check_directory(tmp_path / "file")
+        check_directory("--async-trace", tmp_path / "file")
     assert "name a directory" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -267,7 +267,7 @@ def test_check_directory(tmp_path: Path) -> None:
 def test_check_directory_without_permission(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigurationError, match="Permission denied"):
-        check_directory(tmp_path)
+        check_directory("--async-trace", tmp_path)
 
 
 # Clocks

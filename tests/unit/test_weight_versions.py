@@ -124,6 +124,36 @@ def test_a_skipped_update_repeats_the_newest_version(delay: int) -> None:
         assert all(torch.all(t == 3.0) for t in versions.tensors(version))
 
 
+def test_going_on_from_the_versions_of_another_run() -> None:
+    """Two parameters of delay 2 and 0, after 5 updates and after 1, when the first version stands for older ones."""
+    for updates in (5, 1):
+        linear, same = LeafLinear(3, 2), LeafLinear(3, 2)
+        versions, resumed = (WeightVersions(m.parameters(), [2, 0]) for m in (linear, same))
+        for k in range(updates):
+            write(versions, k + 1.0)
+        weights = {age: [t.clone() for t in versions.tensors_of_age(age)] for age in range(3)}
+        assert torch.equal(weights[2][1], weights[0][1])  # the oldest that there is
+        resumed.resume(versions.newest, weights)
+        for _ in range(4):
+            for v in (versions, resumed):
+                v.bind(v.newest)
+            assert torch.equal(linear.weight, same.weight)
+            assert torch.equal(linear.bias, same.bias)
+            for v in (versions, resumed):
+                write(v, v.newest * 10.0)
+
+
+def test_going_on_with_a_newest_version_that_is_there_already() -> None:
+    linear = LeafLinear(3, 2)
+    versions = make(linear)
+    older = [torch.full_like(p, 7.0) for p in linear.parameters()]
+    newest = [p.detach().clone() for p in linear.parameters()]
+    versions.resume(4, {1: older})
+    assert versions.newest == 4
+    assert all(torch.equal(a, b) for a, b in zip(versions.tensors(4), newest, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(versions.tensors_read(4), older, strict=True))
+
+
 def test_weights_return_to_the_storage_that_they_had() -> None:
     linear = LeafLinear(3, 2)
     before = linear.weight.data_ptr()

@@ -1,0 +1,69 @@
+"""The faults that are injected into runs. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.distributed.loop_runs import ADAM, ASYNC, DROPOUT, FEEDBACK, TEN, run
+
+POINTS = int(os.environ.get("MEGATRON_ASYNC_FAULTS", "3"))
+"""Random points at which a rank is killed, and as many moments of saves."""
+
+BASE = [DROPOUT, ADAM, ASYNC, FEEDBACK, TEN, ["--pipeline-model-parallel-size", "2", "--ckpt-format", "torch_dist"]]
+BASE += [["--distributed-timeout-minutes", "1"]]
+ACTIONS = 10 * 9 * 5
+"""Actions of a stage in a run, about: receive, forward, send, receive, backward, ... of 9 microbatches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        kind: What happens.
+        rank: To whom.
+        point: When, or how much: the number of an action of the plan, milliseconds after a save has begun, the number
+            of a batch, or bytes that may be written.
+        iteration: The iteration whose save is concerned.
+        resumes: Whether the run is to be resumed afterwards.
+    """
+
+    kind: str
+    rank: int
+    point: int
+    iteration: int = 0
+    resumes: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, rank {self.rank}, {self.point}" + (f" at {self.iteration}" if self.iteration else "")
+
+    def arguments(self, saved: Path) -> list[str]:
+        """Command line of the run."""
+        flags = ["--no-check-for-nan-in-loss-and-grad"] if self.kind == "not a number" else []
+        return run(*BASE, ["--save", str(saved), "--save-interval", "2"], flags)
+
+
+def faults(rng: random.Random) -> Iterator[Fault]:
+    """All of them; the random points are those of ``rng``."""
+    for _ in range(POINTS):
+        yield Fault("killed", rng.randrange(2), rng.randrange(1, ACTIONS))
+    for _ in range(POINTS):
+        yield Fault("killed in a save", rng.randrange(2), rng.randrange(1, 150), 2 * rng.randrange(1, 5))
+    for rank in (0, 1):
+        yield Fault("not a number", rank, rng.randrange(1, 9), resumes=False)
+    yield Fault("full disk", 0, 200_000)
+
+
+def reference(folder: Path) -> list[str]:
+    """The run that nothing happens to."""
+    return run(*BASE)
+
+
+def resumed(saved: Path) -> list[str]:
+    """What follows a fault: the run from its last complete checkpoint, or from the start if there is none."""
+    return run(*BASE, ["--load", str(saved)])
