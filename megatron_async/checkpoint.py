@@ -10,6 +10,7 @@ and is not saved twice.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from megatron.core.dist_checkpointing.optimizer import (
     make_sharded_optimizer_tensor,
 )
 
-from megatron_async.errors import ConfigurationError
+from megatron_async.errors import CheckpointError, ConfigurationError
 from megatron_async.ranks import is_first_rank
 
 ENTRY = "async_pipeline"
@@ -221,6 +222,23 @@ class Checkpoints:
                 )
             return None
         return resumed
+
+
+def unreadable(folder: str, error: BaseException) -> CheckpointError:
+    """What to say of a checkpoint that cannot be loaded, whatever the reason.
+
+    Args:
+        folder: Where Megatron was told to look.
+        error: What happened.
+    """
+    there = sorted(int(path.name[5:]) for path in Path(folder).glob("iter_*") if path.name[5:].isdigit())
+    others = f"there are those of iterations {', '.join(map(str, there))}" if there else "there is none"
+    # The last line is where an error of several ranks names its cause.
+    text = [type(error).__name__, *str(error).strip().splitlines()[-1:]]
+    return CheckpointError(
+        f"--load {folder}: the checkpoint cannot be read, it may be incomplete ({': '.join(text)}); "
+        f"choose another one with --ckpt-step, {others}"
+    )
 
 
 def _cut(

@@ -9,7 +9,9 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_async.checkpoint import ENTRY
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_async.checkpoint import ENTRY, unreadable
 
 if TYPE_CHECKING:
     from megatron_async.session import Session
@@ -48,7 +50,10 @@ def load_base_checkpoint(original: Callable[..., Any], session: Session) -> Call
 
     @functools.wraps(original)
     def replacement(load_dir: Any, args: Any, rank0: bool = False, **kwargs: Any) -> Any:
-        state_dict, name, release, kind = original(load_dir, args, rank0=rank0, **kwargs)
+        try:
+            state_dict, name, release, kind = original(load_dir, args, rank0=rank0, **kwargs)
+        except (Exception, CheckpointException) as error:  # the second is no Exception
+            raise unreadable(load_dir, error) from error
         if rank0:
             session.checkpoints.inspect(state_dict)
             return state_dict, name, release, kind

@@ -239,6 +239,8 @@ def check_flags(args: Namespace) -> None:
         missing = [f"{prefix}{suffix}" for suffix in (".idx", ".bin") if not Path(f"{prefix}{suffix}").is_file()]
         if missing:
             sys.exit(f"--data-path: no file {missing[0]}; {prefix} must be the PREFIX of a built dataset")
+        if not Path(f"{prefix}.bin").stat().st_size:
+            sys.exit(f"--data-path: the dataset {prefix} is empty; build it from text that is there")
 
 
 def main() -> None:

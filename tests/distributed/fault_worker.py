@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron_async.patches import cpu
 from megatron_async.pipeline.plan import Op
 from megatron_async.pipeline.runtime import AsyncPipeline
-from tests.distributed.fault_cases import Fault, faults, reference, resumed
+from tests.distributed.fault_cases import Fault, faults, reference, resumed, without_data
 from tests.distributed.loop_worker import execute
 
 RANKS = 2
@@ -37,28 +37,40 @@ DEADLINE = 90.0
 def inject(fault: Fault, rank: int) -> None:
     """Prepare a rank, before its run starts, for what is to happen to it."""
     if fault.kind == "full disk":
-        # Writing beyond this size fails, as it does on a full disk.
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (fault.point, fault.point))
-    if rank != fault.rank:
+        _at_save(fault.iteration, lambda: _limit_files(fault.point))
+    elif rank != fault.rank:
         return
-    if fault.kind == "killed":
-        _observe(lambda count, pipeline, action: count == fault.point and os.kill(os.getpid(), signal.SIGKILL))
+    elif fault.kind == "killed":
+        _observe(lambda count, pipeline, action: count == fault.point and _die())
     elif fault.kind == "not a number":
         _observe(lambda count, pipeline, action: _poison(fault.point, pipeline, action))
     elif fault.kind == "killed in a save":
-        from megatron.training import checkpointing
+        _at_save(fault.iteration, lambda: threading.Timer(fault.point / 1000, _die).start())
 
-        original = checkpointing.generate_state_dict
 
-        @functools.wraps(original)
-        def generate_state_dict(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("iteration") == fault.iteration:
-                delay = fault.point / 1000
-                threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
-            return original(*args, **kwargs)
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
-        checkpointing.generate_state_dict = generate_state_dict
+
+def _limit_files(size: int) -> None:
+    """Let every file that grows beyond ``size`` bytes fail, as it would on a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def _at_save(iteration: int, act: Callable[[], None]) -> None:
+    """Do something when the save of an iteration begins."""
+    from megatron.training import checkpointing
+
+    original = checkpointing.generate_state_dict
+
+    @functools.wraps(original)
+    def generate_state_dict(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("iteration") == iteration:
+            act()
+        return original(*args, **kwargs)
+
+    checkpointing.generate_state_dict = generate_state_dict
 
 
 def _observe(look: Callable[[int, AsyncPipeline, Any], Any]) -> None:
@@ -132,8 +144,14 @@ def run(name: str, folder: Path, arguments: list[str], fault: Fault | None = Non
         "hung": hung,
         "ranks": [json.loads(out.read_text()) if out.exists() else None for out in outs],
         "logs": [out.with_suffix(".log").read_text()[-4000:] for out in outs],
+        "said": [_said(out.with_suffix(".log")) for out in outs],
         "seconds": time.monotonic() - started,
     }
+
+
+def _said(log: Path) -> str:
+    """What the plugin has printed."""
+    return "\n".join(line for line in log.read_text().splitlines() if "megatron_async" in line)
 
 
 def main(folder: Path) -> None:
@@ -141,7 +159,7 @@ def main(folder: Path) -> None:
         cpu.install(quiet=True)
     import megatron.training.training  # noqa: F401  # before the forks
 
-    found = {"reference": run("reference", folder, reference(folder))}
+    found = {"reference": run("reference", folder, reference())}
     for fault in faults(random.Random(20261201)):
         name = fault.name
         saved = folder / "checkpoints" / name
@@ -149,9 +167,21 @@ def main(folder: Path) -> None:
         tracker = saved / "latest_checkpointed_iteration.txt"
         outcome["checkpoint"] = int(tracker.read_text()) if tracker.exists() else 0
         found[name] = outcome
-        if fault.resumes:
-            found[f"{name}, resumed"] = run(f"{name} resumed", folder, resumed(saved))
+        found[f"{name}, resumed"] = run(f"{name} resumed", folder, resumed(saved))
+        print(f"{name}: {outcome['status']}, resumed: {found[f'{name}, resumed']['status']}", flush=True)
+    found["truncated"] = run("truncated", folder, resumed(truncate(saved)))
+    found["truncated, the one before"] = run("before", folder, [*resumed(saved), "--ckpt-step", "2"])
+    found["no data"] = run("no data", folder, without_data(folder))
     (folder / "results.json").write_text(json.dumps(found))
+
+
+def truncate(saved: Path) -> Path:
+    """Cut a file of the newest checkpoint in two."""
+    newest = max(saved.glob("iter_*"))
+    file = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size // 2)
+    return saved
 
 
 if __name__ == "__main__":

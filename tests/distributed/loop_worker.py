@@ -124,7 +124,9 @@ def execute(arguments: list[str], *, plugin: bool) -> dict[str, Any]:
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as ended:
-        status = int(ended.code or 0)
+        if isinstance(ended.code, str):
+            print(ended.code, flush=True)
+        status = 1 if isinstance(ended.code, str) else int(ended.code or 0)
     finally:
         megatron_async.install = install
         training.set_startup_timestamps(program_start=started)

@@ -43,3 +43,20 @@ def run_cases(ranks: int, module: str, folder: Path, timeout: float, *arguments:
     assert done.returncode == 0, f"{module} failed with status {done.returncode}:\n{done.stdout[-6000:]}"
     results: dict[str, Any] = json.loads((folder / "results.json").read_text())
     return results
+
+
+def run_alone(module: str, folder: Path, timeout: float) -> dict[str, Any]:
+    """Run a worker module that starts its ranks by itself and writes ``results.json`` into ``folder``."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, f"{module} failed with status {done.returncode}:\n{done.stdout[-6000:]}"
+    results: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return results
