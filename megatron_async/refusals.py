@@ -63,10 +63,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "virtual stages",
     ),
     Refusal(
-        "--tensor-model-parallel-size",
-        _above_one("tensor_model_parallel_size"),
-        "tensor parallelism is not proved with it yet",
-        "use --tensor-model-parallel-size 1",
+        "--optimizer with --tensor-model-parallel-size",
+        lambda args: args.tensor_model_parallel_size > 1 and args.optimizer in ("normuon", "adamuon", "soap"),
+        "shards of a matrix would be normalized or preconditioned each by itself, which is another optimizer",
+        "use --optimizer muon, or --tensor-model-parallel-size 1",
     ),
     Refusal(
         "--context-parallel-size",

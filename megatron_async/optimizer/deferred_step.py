@@ -69,6 +69,8 @@ class DeferredStep:
         waits_for_tied: Whether to wait for the sum of a tied gradient as soon as the gradients are taken. Needed where
             another stage waits for the update before it computes: the sum would else be joined after what that stage
             is to send.
+        takes_early: Whether gradients may be taken as soon as they are reduced, at a place of the plan that depends on
+            timing. Not where finalizing them is collective within the stage: its ranks would be at different places.
         delays: Age in updates of the weights that each parameter of ``versions`` is read at; 1 for all by default.
         ef_coefficient: c of the error feedback, 0 for none.
         delay_compensation: lambda of the Taylor compensation, 0 for none.
@@ -95,6 +97,7 @@ class DeferredStep:
         tied_weight: torch.nn.Parameter | None = None,
         tied_group: dist.ProcessGroup | None = None,
         waits_for_tied: bool = False,
+        takes_early: bool = True,
         delays: Sequence[int] | None = None,
         ef_coefficient: float = 0.0,
         delay_compensation: float = 0.0,
@@ -118,6 +121,7 @@ class DeferredStep:
         self._tied_weight = tied_weight
         self._tied_group = tied_group
         self._waits_for_tied = waits_for_tied
+        self._takes_early = takes_early
         self._tied_work: dist.Work | None = None
         self._agreement = Agreement(optimizer.get_grad_stats_parallel_group(), everyone, timeout)
         self._pending: int | None = None
@@ -189,7 +193,7 @@ class DeferredStep:
         """
         if self._pending is None or self._side.is_real:
             return
-        if not self._is_taken and self.gradients.is_reduced():
+        if self._takes_early and not self._is_taken and self.gradients.is_reduced():
             self._take()
         if self._tied_work is not None and self._tied_work.is_completed():
             self._join_tied()

@@ -132,6 +132,8 @@ class AsyncPipeline:
             tied_weight=tied_weight,
             tied_group=tied_group,
             waits_for_tied=self.schedule.some_stage_waits(),
+            # Megatron's finalization reduces gradients over tensor-parallel ranks, and counts the tokens of experts.
+            takes_early=pg_collection.tp.size() == 1 and not self.config.num_moe_experts,
             delays=delays,
             ef_coefficient=options.ef_coefficient,
             delay_compensation=options.delay_compensation,

@@ -60,9 +60,9 @@ CASES = [
     refused(["--bf16", "--loss-scale", "128"], "--loss-scale", "drop the flag"),
     refused(["--num-virtual-stages-per-pipeline-rank", "2"], "virtual", "drop --num-layers-per-virtual"),
     refused(
-        ["--tensor-model-parallel-size", "2"],
-        "--tensor-model-parallel-size",
-        "--tensor-model-parallel-size 1",
+        ["--tensor-model-parallel-size", "2", "--optimizer", "soap"],
+        "--optimizer with --tensor-model-parallel-size",
+        "use --optimizer muon",
         base=PLAIN,
     ),
     refused(["--context-parallel-size", "2"], "--context-parallel-size", "--context-parallel-size 1", base=PLAIN),

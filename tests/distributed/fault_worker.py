@@ -6,6 +6,7 @@ die is killed from inside, at a random point of its plan or at a random moment o
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import json
@@ -101,6 +102,7 @@ def run_rank(rank: int, store: Path, arguments: list[str], fault: Fault | None, 
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         status = 1
+        os.setsid()
         try:
             faulthandler.dump_traceback_later(DEADLINE - 10)
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
@@ -139,6 +141,10 @@ def run(name: str, folder: Path, arguments: list[str], fault: Fault | None = Non
                 os.kill(pid, signal.SIGKILL)
         else:
             time.sleep(0.02)
+    for pid in pids:
+        # What a rank has started and could not end any more: Megatron's savers.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
     return {
         "status": [statuses[pid] for pid in pids],
         "hung": hung,

@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 import megatron_async
 from megatron_async.patches import cpu
-from tests.distributed import checkpoint_runs
+from tests.distributed import checkpoint_runs, loop_runs, parallel_runs
 from tests.distributed.checkpoint_sabotages import sabotage_of
-from tests.distributed.loop_runs import STOCK, runs_of
+from tests.distributed.loop_runs import STOCK
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -146,7 +146,9 @@ def main(folder: Path, launch: str) -> None:
         cpu.install(quiet=True)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found: dict[str, list[dict[str, Any]]] = {}
-    runs = runs_of(launch, str(folder)) | checkpoint_runs.runs_of(launch, str(folder))
+    runs: dict[str, list[str]] = {}
+    for part in (loop_runs, checkpoint_runs, parallel_runs):
+        runs |= part.runs_of(launch, str(folder))
     for name, arguments in runs.items():
         for plugin in (True, False) if name in STOCK else (True,):
             # Anew each time: Megatron leaves its old gloo groups behind, whose idle threads take the processor's time.

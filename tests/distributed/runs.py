@@ -27,3 +27,8 @@ def evaluations(runs: Runs, name: str) -> list[float]:
 def weights(runs: Runs, name: str) -> list[str]:
     """Digest of the final weights of every rank."""
     return [rank["weights"] for rank in runs[name]]
+
+
+def norms(runs: Runs, name: str) -> list[float]:
+    """Gradient norms as they were logged, None where that was too early."""
+    return [entry["norm"] for entry in runs[name][-1]["iterations"]]
