@@ -73,14 +73,14 @@ class PipelineState:
 
 
 def add_entry(
-    state_dict: dict[str, Any], state: PipelineState, parameters: dict[str, torch.nn.Parameter], *, sharded: bool
+    state_dict: dict[str, Any], state: PipelineState, parameters: dict[str, torch.Tensor], *, sharded: bool
 ) -> None:
     """Add the entry to what Megatron is about to save.
 
     Args:
         state_dict: From megatron-core's ``generate_state_dict``; changed in place.
         state: The state to save.
-        parameters: The parameters by name, in the order of the state's tensors.
+        parameters: What there are versions of, by name, in the order of the state's tensors.
         sharded: Whether the checkpoint is a distributed one (``torch_dist``); else every rank writes what it has.
     """
     weights = {}
@@ -90,7 +90,7 @@ def add_entry(
     state_dict[ENTRY] = {**state.header(), "weights": weights}
 
 
-def add_template(state_dict: dict[str, Any], header: dict[str, Any], parameters: dict[str, torch.nn.Parameter]) -> None:
+def add_template(state_dict: dict[str, Any], header: dict[str, Any], parameters: dict[str, torch.Tensor]) -> None:
     """Add the entry to what Megatron is about to load, with tensors to load into.
 
     Memory: a copy of the weights for each age, until the pipeline starts.
@@ -98,18 +98,18 @@ def add_template(state_dict: dict[str, Any], header: dict[str, Any], parameters:
     Args:
         state_dict: From megatron-core's ``generate_state_dict``; changed in place.
         header: The entry of the checkpoint, as the part says that is common to all ranks.
-        parameters: The parameters by name.
+        parameters: What there are versions of, by name.
     """
     tensors = [[torch.empty_like(p.data) for p in parameters.values()] for _ in header["ages"]]
     add_entry(state_dict, PipelineState.from_header(header, tensors), parameters, sharded=True)
 
 
-def read_entry(state_dict: dict[str, Any], parameters: dict[str, torch.nn.Parameter]) -> PipelineState:
+def read_entry(state_dict: dict[str, Any], parameters: dict[str, torch.Tensor]) -> PipelineState:
     """The state in a loaded checkpoint.
 
     Args:
         state_dict: What Megatron has loaded, with the entry.
-        parameters: The parameters by name.
+        parameters: What there are versions of, by name.
 
     Raises:
         ConfigurationError: If the entry does not fit these parameters.
@@ -173,13 +173,13 @@ class Checkpoints:
             self._saved, self.is_saving = None, False
 
     def extend(
-        self, state_dict: dict[str, Any], parameters: dict[str, torch.nn.Parameter], *, sharded: bool, optimizer: Any
+        self, state_dict: dict[str, Any], parameters: dict[str, torch.Tensor], *, sharded: bool, optimizer: Any
     ) -> None:
         """Add the entry to what Megatron saves, or the template for one to what it loads.
 
         Args:
             state_dict: From megatron-core's ``generate_state_dict``; changed in place.
-            parameters: The parameters by name.
+            parameters: What there are versions of, by name.
             sharded: Whether the checkpoint is a distributed one.
             optimizer: The optimizer whose state is saved or loaded; None for none, and then no entry either.
         """
@@ -197,14 +197,12 @@ class Checkpoints:
         if self._header is not None:
             check_header(self._header)
 
-    def take(
-        self, state_dict: dict[str, Any] | None, parameters: dict[str, torch.nn.Parameter], *, wanted: bool
-    ) -> None:
+    def take(self, state_dict: dict[str, Any] | None, parameters: dict[str, torch.Tensor], *, wanted: bool) -> None:
         """Take the entry out of a loaded checkpoint.
 
         Args:
             state_dict: What Megatron has loaded.
-            parameters: The parameters by name.
+            parameters: What there are versions of, by name.
             wanted: Whether the state of the optimizer is loaded as well.
         """
         entry = (state_dict or {}).get(ENTRY)
@@ -244,7 +242,7 @@ def unreadable(folder: str, error: BaseException) -> CheckpointError:
 def _cut(
     state_dict: dict[str, Any],
     tensors: dict[str, torch.Tensor],
-    parameters: dict[str, torch.nn.Parameter],
+    parameters: dict[str, torch.Tensor],
     age: int,
     uniform: bool,
 ) -> dict[str, Any]:

@@ -12,17 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import num_microbatches_calculator
+from megatron.core.transformer.moe import moe_logging
 
 from megatron_async.checkpoint import Checkpoints
 from megatron_async.config import AsyncPipelineConfig
 from megatron_async.delay.audit import DelayAudit
 from megatron_async.errors import ConfigurationError
 from megatron_async.evaluation import evaluate
+from megatron_async.observe.moe_metrics import BatchMetrics
 from megatron_async.observe.trace import NO_TRACE, Trace
 from megatron_async.optimizer.deferred_step import UpdateResult
 from megatron_async.optimizer.state_sharding import provide_initial_state
 from megatron_async.pipeline.plan import make_schedule
-from megatron_async.pipeline.runtime import AsyncPipeline, PipelineOptions, trainable_parameters
+from megatron_async.pipeline.runtime import AsyncPipeline, PipelineOptions, versioned_tensors
 
 _EXIT_BY_SIGNAL, _EXIT_BY_TIME = 1, 2
 """What a rank can request of all, a bit each."""
@@ -187,9 +189,9 @@ class Session:
             with self.checkpoints.saving(state):
                 yield
 
-    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters of this stage that the pipeline keeps versions of."""
-        return trainable_parameters(self._model[0])
+    def versioned_tensors(self) -> dict[str, torch.Tensor]:
+        """What the pipeline keeps versions of on this stage; nothing without an optimizer (``--skip-train``)."""
+        return versioned_tensors(self._model[0]) if self._model else {}
 
     def asks_for_saves(self) -> bool:
         """Whether to ask all ranks, and wait for them, if a save in the background has ended.
@@ -256,12 +258,13 @@ class Session:
             self._report_audit()
             self.pipeline.trace.close()
             self.pipeline.bind_newest()
-            self.pipeline.executor.discard_prefetched()
+            self.pipeline.discard_prefetched()
 
     def _hand_back(self) -> None:
         """From here on training is synchronous."""
         if self.pipeline is not None:
             self.pipeline.hand_back()
+            moe_logging.destroy_moe_metrics_tracker()
             self.pipeline.trace.close()
             self._report_audit()
             self.pipeline = None
@@ -302,6 +305,7 @@ class Session:
                 lr_discount_iters=self.config.async_lr_discount_iters,
             ),
             resumed=self.checkpoints.hand_over(kind),
+            metrics=self._make_metrics(),
             trace=self.make_trace(),
         )
         if self.config.async_audit:
@@ -309,6 +313,13 @@ class Session:
         pipeline.updates.on_complete.append(self._after_update)
         pipeline.updates.request = self._request
         return pipeline
+
+    def _make_metrics(self) -> BatchMetrics | None:
+        if not self._args.num_experts:
+            return None
+        metrics = BatchMetrics(self._is_logged)
+        moe_logging.set_moe_metrics_tracker(metrics)
+        return metrics
 
     def _is_last_step(self) -> bool:
         """Whether the pipeline ends with the current iteration, as far as that is known in advance."""

@@ -36,7 +36,7 @@ def generate_state_dict(original: Callable[..., Any], session: Session) -> Calla
         state_dict: dict[str, Any] = original(args, model, optimizer, *rest, **kwargs)
         session.checkpoints.extend(
             state_dict,
-            session.named_parameters(),
+            session.versioned_tensors(),
             sharded=args.ckpt_format == "torch_dist",
             optimizer=None if args.no_save_optim and session.checkpoints.is_saving else optimizer,
         )
@@ -59,7 +59,8 @@ def load_base_checkpoint(original: Callable[..., Any], session: Session) -> Call
             return state_dict, name, release, kind
         template = kwargs.get("sharded_state_dict")
         wanted = not (args.finetune or args.no_load_optim or release) if template is None else ENTRY in template
-        session.checkpoints.take(state_dict, session.named_parameters(), wanted=wanted)
+        parameters = session.versioned_tensors()
+        session.checkpoints.take(state_dict, parameters, wanted=wanted and bool(parameters))
         return state_dict, name, release, kind
 
     return replacement

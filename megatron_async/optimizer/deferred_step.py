@@ -25,7 +25,7 @@ from megatron_async.optimizer.delay_compensation import compensate_delay_
 from megatron_async.optimizer.error_feedback import keep_masters, write_corrected_weights
 from megatron_async.optimizer.gradients import Gradients
 from megatron_async.optimizer.learning_rate_discount import discount_factor, discounted
-from megatron_async.optimizer.masters import Master, base_optimizers
+from megatron_async.optimizer.masters import Master, base_optimizers, norm_parts
 from megatron_async.optimizer.parameter_gather import ParameterGather
 from megatron_async.optimizer.weight_prediction import WeightPrediction
 from megatron_async.pipeline.streams import SideStream
@@ -62,6 +62,7 @@ class DeferredStep:
         masters: Its masters, from :func:`~megatron_async.optimizer.masters.find_masters`.
         versions: The weight versions of the stage.
         gradients: The gradients of the stage.
+        write_others: Given the buffers of a new version, writes what the optimizer does not update.
         parameter_gather: Gathers the shards of a new version; None if every rank writes all of it.
         everyone: The ranks that have to agree on requests and token counts.
         tied_weight: This stage's copy of a weight that another stage holds too, or None.
@@ -94,6 +95,7 @@ class DeferredStep:
         gradients: Gradients,
         everyone: dist.ProcessGroup,
         parameter_gather: ParameterGather | None = None,
+        write_others: Callable[[list[torch.Tensor]], None] = lambda buffers: None,
         tied_weight: torch.nn.Parameter | None = None,
         tied_group: dist.ProcessGroup | None = None,
         waits_for_tied: bool = False,
@@ -118,12 +120,14 @@ class DeferredStep:
         self.request: Callable[[], int] = lambda: 0
         self.trace = trace
         self._parameter_gather = parameter_gather
+        self._write_others = write_others
         self._tied_weight = tied_weight
         self._tied_group = tied_group
         self._waits_for_tied = waits_for_tied
         self._takes_early = takes_early
         self._tied_work: dist.Work | None = None
-        self._agreement = Agreement(optimizer.get_grad_stats_parallel_group(), everyone, timeout)
+        self._norm_parts = norm_parts(optimizer)
+        self._agreement = Agreement([group for group, _ in self._norm_parts], everyone, timeout)
         self._pending: int | None = None
         self._is_taken = False
         self._side = SideStream(versions.parameters[0].device)
@@ -216,7 +220,7 @@ class DeferredStep:
             norm = self._scale_per_token(agreed)
             skipped = not math.isfinite(norm) or norm > self.optimizer.config.grad_norm_skip_threshold
             if skipped:
-                self.versions.repeat_newest()
+                self.versions.repeat_newest(self._write_others)
             else:
                 self._step(norm)
         result = UpdateResult(update, norm, skipped, agreed.requests)
@@ -264,10 +268,13 @@ class DeferredStep:
             compensate_delay_(gradient, newest, read, self.delay_compensation)
         self._uncompensated.clear()
         self.gradients.attach()
-        gradients = [g for base in base_optimizers(self.optimizer) for g in base.get_grads_for_grad_norm()]
+        squares = [
+            self._local_squared_norm([g for base in bases for g in base.get_grads_for_grad_norm()])
+            for _, bases in self._norm_parts
+        ]
         self.gradients.detach()
         # The tokens are kept until the next update begins: on CUDA the side stream has not read them yet.
-        self._agreement.start(self._local_squared_norm(gradients), self._tokens, self.request())
+        self._agreement.start(torch.cat(squares), self._tokens, self.request())
 
     def _local_squared_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         device = self.versions.parameters[0].device
@@ -308,6 +315,7 @@ class DeferredStep:
                 write_corrected_weights(kept, weights, coefficients, targets)
             elif targets:
                 torch._foreach_copy_(targets, weights)
+        self._write_others(buffers)
         gather = self._parameter_gather
         versions.end_write(version, gather.start(versions.flat_buffers_to_write()) if gather else ())
 

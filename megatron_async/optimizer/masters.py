@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
@@ -65,6 +66,18 @@ class Master:
 def base_optimizers(optimizer: Any) -> list[Any]:
     """The Megatron optimizers behind ``optimizer``: its chain, or itself."""
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def norm_parts(optimizer: Any) -> list[tuple[dist.ProcessGroup, list[Any]]]:
+    """The Megatron optimizers behind ``optimizer``, by the ranks over which the squares of their gradients add up.
+
+    Experts are cut over ranks that all have the same other parameters, so the two have different groups.
+    """
+    parts: dict[tuple[int, ...], tuple[dist.ProcessGroup, list[Any]]] = {}
+    for base in base_optimizers(optimizer):
+        group = base.get_grad_stats_parallel_group()
+        parts.setdefault(tuple(dist.get_process_group_ranks(group)), (group, []))[1].append(base)
+    return list(parts.values())
 
 
 def find_masters(optimizer: Any) -> list[Master]:

@@ -60,19 +60,19 @@ def parameter_buffers(model: Any) -> list[Any]:
     return [buffer for buffer in ddp_buffers(model) if buffer.param_data is not None]
 
 
-def make_copies(model: Any, parameters: list[torch.nn.Parameter], count: int) -> list[Storage]:
+def make_copies(model: Any, parameters: list[torch.Tensor], count: int) -> list[Storage]:
     """Further sets of storage for the weights, laid out as the first: flat buffers where Megatron has them.
 
     Args:
         model: The DDP-wrapped model.
-        parameters: Its trainable parameters.
+        parameters: What there are versions of.
         count: How many sets.
     """
     return [_copy(model, parameters) for _ in range(count)]
 
 
-def _copy(model: Any, parameters: list[torch.nn.Parameter]) -> Storage:
-    views: dict[torch.nn.Parameter, torch.Tensor] = {}
+def _copy(model: Any, parameters: list[torch.Tensor]) -> Storage:
+    views: dict[torch.Tensor, torch.Tensor] = {}
     flat = []
     for buffer in parameter_buffers(model):
         flat.append(buffer.param_data.clone())

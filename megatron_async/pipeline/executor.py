@@ -82,6 +82,8 @@ class PipelineExecutor:
         updates: The deferred optimizer step.
         observer: Called with every action after it ran, while the parameters point at what it read; for audits.
         first_batch: Number of the first batch.
+        enter_batch: Called with the number of a batch before a forward or backward of it, for what the model keeps of
+            batches.
         trace: Where the times of the actions go.
     """
 
@@ -96,6 +98,7 @@ class PipelineExecutor:
         updates: Updates,
         observer: Callable[[Action], None] | None = None,
         first_batch: int = 0,
+        enter_batch: Callable[[int], None] | None = None,
         trace: Trace = NO_TRACE,
     ) -> None:
         self.model = model
@@ -107,6 +110,7 @@ class PipelineExecutor:
         self.observer = observer
         self.trace = trace
         self.next_batch = first_batch
+        self._enter_batch = enter_batch or (lambda batch: None)
         self.tokens: torch.Tensor | None = None
         # Their results go out before anything else is looked at.
         is_sent = {Op.FORWARD: not schedule.is_last, Op.BACKWARD: not schedule.is_first}
@@ -219,6 +223,7 @@ class PipelineExecutor:
             self._before_prefetch = RandomState.now()
         with self._span("forward", action):
             self.versions.acquire(action.batch)
+            self._enter_batch(action.batch)
             output_tensor, tokens = forward_step(
                 self._context.forward_step_func,
                 self._context.data_iterator,
@@ -254,6 +259,7 @@ class PipelineExecutor:
         with self._span("backward", action), self._no_sync(is_last_of_batch):
             # The parameters may be bound to the other version by now: an operator that saved the leaf would use that.
             self.versions.bind(flight.batch)
+            self._enter_batch(flight.batch)
             self._gradient_to_send = backward_step(flight.input_tensor, flight.output_tensor, gradient, self.config)
         self.versions.release(flight.batch)
 

@@ -15,14 +15,16 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_pg
 
 from megatron_async.checkpoint import PipelineState
 from megatron_async.delay.simulate import stages_of_parameters
+from megatron_async.observe.moe_metrics import BatchMetrics
 from megatron_async.observe.trace import NO_TRACE, Trace
 from megatron_async.optimizer.deferred_step import DeferredStep, UpdateResult
 from megatron_async.optimizer.gradients import Gradients
-from megatron_async.optimizer.masters import covered_parameters, find_masters
+from megatron_async.optimizer.masters import covered_parameters, find_masters, norm_parts
 from megatron_async.optimizer.parameter_gather import ParameterGather, make_copies, parameter_buffers
 from megatron_async.pipeline.communication import StageCommunicator
 from megatron_async.pipeline.executor import BatchContext, PipelineExecutor
 from megatron_async.pipeline.plan import Action, make_schedule
+from megatron_async.pipeline.routers import Routers, named_biases
 from megatron_async.pipeline.weight_versions import WeightVersions
 
 
@@ -67,6 +69,7 @@ class AsyncPipeline:
         pg_collection: Megatron's process groups; ``pp``, ``tp``, ``cp``, ``embd`` and ``dp_cp`` are used.
         options: How to run.
         resumed: Where the pipeline goes on; None to start with the present weights. The present ones are z in any case.
+        metrics: Books the metrics of experts; None if there are none.
         observer: Called with every executed action, while the parameters point at what it read.
         trace: Where the times of all actions go.
 
@@ -83,6 +86,7 @@ class AsyncPipeline:
         pg_collection: Any,
         options: PipelineOptions,
         resumed: PipelineState | None = None,
+        metrics: BatchMetrics | None = None,
         observer: Callable[[Action], None] | None = None,
         trace: Trace = NO_TRACE,
     ) -> None:
@@ -94,8 +98,10 @@ class AsyncPipeline:
         self.schedule = make_schedule(
             options.schedule, pp_group.size(), pp_group.rank(), options.warmup_factor, options.simulated_stages
         )
-        named = _updated_parameters(model, optimizer)
+        self.routers = Routers(model)
+        named = _updated_parameters(model, optimizer) | self.routers.biases
         parameters = list(named.values())
+        self._metrics = metrics
         self.first_batch = 0 if resumed is None else resumed.batch
         masters = find_masters(optimizer)
         delays = self._delays(list(named))
@@ -120,7 +126,7 @@ class AsyncPipeline:
         gradients.detach()  # what a synchronous step before may have left
         model.zero_grad_buffer = _do_nothing
         tied_weight, tied_group = _find_tied_weight(model, pg_collection)
-        everyone = dist.group.WORLD if gradients.has_peers else optimizer.get_grad_stats_parallel_group()
+        everyone = dist.group.WORLD if gradients.has_peers else norm_parts(optimizer)[0][0]
         assert everyone is not None
         self.updates = DeferredStep(
             optimizer=optimizer,
@@ -129,6 +135,7 @@ class AsyncPipeline:
             gradients=gradients,
             parameter_gather=ParameterGather(model) if sharded else None,
             everyone=everyone,
+            write_others=lambda buffers: self.routers.write(self._biases_of(buffers)),
             tied_weight=tied_weight,
             tied_group=tied_group,
             waits_for_tied=self.schedule.some_stage_waits(),
@@ -152,6 +159,7 @@ class AsyncPipeline:
             updates=self.updates,
             observer=observer,
             first_batch=self.first_batch,
+            enter_batch=self._enter_batch,
             trace=trace,
         )
         self.trace = trace
@@ -254,10 +262,14 @@ class AsyncPipeline:
     @torch.no_grad()
     def _make_plain_iterate(self) -> Sequence[torch.Tensor]:
         versions, masters = self.versions, self.updates.masters
+        newest = self._biases_of(versions.tensors(versions.newest))
         if not parameter_buffers(self.model):
-            weights = {master.parameter: master.weight for master in masters}
+            weights: dict[torch.Tensor, torch.Tensor] = {master.parameter: master.weight for master in masters}
+            weights |= dict(zip(self._biases_of(versions.parameters), newest, strict=True))
             return [weights[p].to(p.dtype) for p in versions.parameters]
         (storage,) = make_copies(self.model, versions.parameters, 1)
+        for copied, bias in zip(self._biases_of(storage.tensors), newest, strict=True):
+            copied.copy_(bias)
         positions = {parameter: i for i, parameter in enumerate(versions.parameters)}
         for master in masters:
             master.part_of(storage.tensors[positions[master.parameter]]).copy_(master.weight)
@@ -278,9 +290,17 @@ class AsyncPipeline:
             master.give_back(home[master.parameter])
         self.close()
 
+    def discard_prefetched(self) -> None:
+        """Throw prefetched forwards away, and what they have counted."""
+        self.executor.discard_prefetched()
+        self.routers.forget(self.executor.next_batch)
+        if self._metrics is not None:
+            self._metrics.forget(self.executor.next_batch)
+
     def close(self) -> None:
         """Give the process groups back. Prefetched forwards are thrown away."""
-        self.executor.discard_prefetched()
+        self.discard_prefetched()
+        self.routers.close()
         self.communicator.close()
         self.updates.close()
         # The class's own method comes back into sight.
@@ -293,8 +313,24 @@ class AsyncPipeline:
             return [delays[0]] * len(names)
         return [delays[stage] for stage in stages_of_parameters(names, self.config.num_layers, len(delays))]
 
+    def _biases_of(self, buffers: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Those of the routers: they come last."""
+        return buffers[len(buffers) - len(self.routers.biases) :]
+
+    def _enter_batch(self, batch: int) -> None:
+        self.routers.enter(batch)
+        if self._metrics is not None:
+            self._metrics.enter(batch)
+
     def _finalize_gradients(self) -> None:
         """Megatron's own finalization, less the reduction of tied weights across stages, which would block."""
+        batch = self.updates.pending
+        if batch is None:
+            raise RuntimeError("gradients are finalized for an update that has begun")
+        with self.routers.finalizing(batch, self._biases_of(self.versions.tensors(self.versions.newest))):
+            self._finalize()
+
+    def _finalize(self) -> None:
         finalize = self.config.finalize_model_grads_func or finalize_model_grads
         groups = copy.copy(self.pg_collection)
         groups.embd = groups.pos_embd = _Alone()
@@ -312,13 +348,13 @@ def _do_nothing() -> None:
     """Stands for the model's ``zero_grad_buffer``."""
 
 
-def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that a pipeline keeps versions of, by name, in their order."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+def versioned_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a pipeline keeps versions of, by name, in its order: the trainable parameters and the routers' biases."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad} | named_biases(model)
 
 
-def _updated_parameters(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.nn.Parameter]:
-    trainable = trainable_parameters(model)
+def _updated_parameters(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    trainable: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     covered = covered_parameters(optimizer)
     missing = [name for name, p in trainable.items() if p not in covered]
     if missing:

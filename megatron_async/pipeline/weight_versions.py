@@ -9,7 +9,7 @@ again before its backward, and never write a buffer that a live graph reads.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,7 @@ class Storage:
 class _Line:
     """The parameters of one delay, and their D+1 sets of buffers, newest first."""
 
-    def __init__(self, delay: int, parameters: Sequence[torch.nn.Parameter], buffers: Iterable[Storage]) -> None:
+    def __init__(self, delay: int, parameters: Sequence[torch.Tensor], buffers: Iterable[Storage]) -> None:
         self.delay = delay
         self.parameters = parameters
         self.buffers = deque(buffers)
@@ -68,8 +68,8 @@ class WeightVersions:
         home: The storage that the parameters had when this object was made.
 
     Args:
-        parameters: The trainable parameters of the stage, each once. Their current values are version 0 and, as
-            copies, the versions before it.
+        parameters: The trainable parameters of the stage, each once, and whatever else changes with an update. Their
+            current values are version 0 and, as copies, the versions before it.
         delays: D of each parameter; 1 for all by default.
         copies: Storage of the copies, one for each further buffer, which holds the values of the parameters; None to
             allocate it.
@@ -82,7 +82,7 @@ class WeightVersions:
 
     def __init__(
         self,
-        parameters: Iterable[torch.nn.Parameter],
+        parameters: Iterable[torch.Tensor],
         delays: Sequence[int] | None = None,
         *,
         copies: Sequence[Storage] | None = None,
@@ -253,11 +253,16 @@ class WeightVersions:
             self._arriving[version] = arriving
         self.newest = version
 
-    def repeat_newest(self) -> None:
-        """Make version newest + 1 equal to the newest: the update between them was skipped."""
+    def repeat_newest(self, change: Callable[[list[torch.Tensor]], None] = lambda tensors: None) -> None:
+        """Make version newest + 1 equal to the newest: the update between them was skipped.
+
+        Args:
+            change: Given the buffers of the new version, to change what is no weight.
+        """
         version = self.newest + 1
         target = self.begin_write(version)
         torch._foreach_copy_(target, self.tensors(self.newest))
+        change(target)
         self.end_write(version)
 
     def return_home(self, tensors: Sequence[torch.Tensor] | None = None) -> None:

@@ -24,8 +24,8 @@ import torch.distributed as dist
 import megatron_async
 from megatron_async.patches import cpu
 from tests.distributed import checkpoint_runs, loop_runs, parallel_runs
-from tests.distributed.checkpoint_sabotages import sabotage_of
 from tests.distributed.loop_runs import STOCK
+from tests.distributed.loop_sabotages import sabotage_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.distributed.parallel_runs import SABOTAGES, experts
 from tests.distributed.runs import Runs, losses, norms, weights
 
 TENSOR_PARALLEL = {"adam": 1e-6, "muon": 1e-3, "adam bf16": 2e-3}
@@ -52,3 +55,86 @@ def test_tensor_parallel_replicas(launches: dict[str, Runs]) -> None:
         first, second, *other = weights(runs, name)
         assert [first, second] == other
         assert first != second
+
+
+@pytest.mark.parametrize("name", ["first stage", "last stage", "layout"])
+def test_uneven_stages_train_as_one(launches: dict[str, Runs], name: str) -> None:
+    assert losses(launches["pp2"], f"uneven: {name}") == losses(launches["pp1"], "tp1: adam")
+
+
+EXPERTS = [name for name in experts("", "", []) if "logged" not in name]
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_on_two_stages_train_as_on_one(launches: dict[str, Runs], name: str) -> None:
+    """Counts of tokens, auxiliary losses and biases are those of the right batch: no byte of a loss differs."""
+    assert losses(launches["pp2"], name) == losses(launches["pp1"], name)
+
+
+def test_experts_on_four_stages_train_as_on_one(launches: dict[str, Runs]) -> None:
+    assert losses(launches["pp4"], "moe: bias") == losses(launches["pp1"], "moe: bias")
+
+
+@pytest.mark.parametrize(
+    ("changed", "plain"),
+    [
+        ("moe: auxiliary losses, logged every 5", "moe: auxiliary losses"),
+        ("moe: bias, recomputed", "moe: bias"),
+        ("moe: bias, evaluated every 2", "moe: bias"),
+    ],
+)
+def test_the_trajectory_of_experts_does_not_change(launches: dict[str, Runs], changed: str, plain: str) -> None:
+    runs = launches["pp2"]
+    assert losses(runs, changed) == losses(runs, plain)
+    assert weights(runs, changed) == weights(runs, plain)
+
+
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_statistics_of_another_batch_are_seen(launches: dict[str, Runs], name: str) -> None:
+    runs = launches["pp2"]
+    assert losses(runs, name)[:2] == losses(runs, "moe: bias")[:2]
+    assert losses(runs, name) != losses(runs, "moe: bias")
+
+
+def test_auxiliary_losses_are_logged_with_their_iteration(
+    launches: dict[str, Runs], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """On two stages as on one; every fifth iteration their mean."""
+    del launches
+    (folder,) = tmp_path_factory.getbasetemp().glob("loop*")
+    for name in ("load_balancing_loss", "seq_load_balancing_loss", "z_loss"):
+        one, two = (scalars(folder / f"moe every pp{p}", name) for p in (1, 2))
+        assert list(one) == list(range(1, 11))
+        assert two == pytest.approx(one, rel=1e-6)
+        assert len(set(one.values())) > 5
+        fifth = scalars(folder / "moe fifth pp2", name)
+        means = {1: [1], 5: [2, 3, 4, 5], 10: [6, 7, 8, 9, 10]}  # the first iteration is logged too
+        assert fifth == pytest.approx({i: sum(one[j] for j in js) / len(js) for i, js in means.items()}, rel=1e-5)
+
+
+def scalars(folder: Path, name: str) -> dict[int, float]:
+    """What tensorboard got, by iteration."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    return {event.step: event.value for event in events.Scalars(name)}
+
+
+def test_a_run_with_experts_resumes_exactly(launches: dict[str, Runs]) -> None:
+    """With both versions of the biases."""
+    runs = launches["pp2"]
+    assert losses(runs, "moe: from 4") == losses(runs, "moe: saved")[4:]
+    assert weights(runs, "moe: from 4") == weights(runs, "moe: saved")
+
+
+@pytest.mark.parametrize("name", ["all-to-all", "all-gather, bf16", "sharded"])
+def test_stages_change_nothing_under_expert_parallelism(launches: dict[str, Runs], name: str) -> None:
+    assert losses(launches["pp4"], f"ep2: {name}") == losses(launches["pp2"], f"ep2: {name}")
+
+
+@pytest.mark.parametrize("launch", ["pp2", "pp4"])
+def test_expert_parallel_ranks_train_as_replicas(launches: dict[str, Runs], launch: str) -> None:
+    """Clipped by a norm that counts the experts of both ranks, and everything else once."""
+    runs = launches[launch]
+    assert losses(runs, "ep2: clipped") == pytest.approx(losses(runs, "ep1: clipped"), rel=1e-3)
+    assert norms(runs, "ep2: clipped")[:2] == pytest.approx(norms(runs, "ep1: clipped")[:2], rel=1e-4)

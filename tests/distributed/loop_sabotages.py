@@ -1,4 +1,4 @@
-"""What the negative controls of the checkpoint test do to a run. Each must be seen."""
+"""What the negative controls of the loop's tests do to a run. Each must be seen."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 from megatron_async.checkpoint import Checkpoints
 from megatron_async.pipeline.executor import PipelineExecutor
+from megatron_async.pipeline.routers import Routers
 from megatron_async.pipeline.runtime import AsyncPipeline
 from megatron_async.pipeline.weight_versions import WeightVersions
-from tests.distributed.checkpoint_runs import SABOTAGED_SAVES, SABOTAGES
+from tests.distributed import checkpoint_runs, parallel_runs
+from tests.distributed.checkpoint_runs import SABOTAGED_SAVES
 
 
 def _no_entry(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,10 +34,26 @@ def _plain_iterate_only(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self: False
 
 
+def _one_set_of_counters(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, batch: original(self, 0)
+
+
+def _newest_bias(original: Callable[..., Any]) -> Callable[..., Any]:
+    def bind(self: WeightVersions, batch: int) -> None:
+        original(self, batch)
+        for parameter, newest in zip(self.parameters, self.tensors(self.newest), strict=True):
+            if not parameter.requires_grad:
+                parameter.data = newest
+
+    return bind
+
+
 SABOTAGED: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "no entry": (Checkpoints, "hand_over", _no_entry),
     "older weights lost": (WeightVersions, "resume", _older_weights_are_the_newest),
     "random state of later": (PipelineExecutor, "random_state_of_next_batch", _present_random_state),
+    "shared counters": (Routers, "enter", _one_set_of_counters),
+    "newest bias": (WeightVersions, "bind", _newest_bias),
     "z in the entry": (AsyncPipeline, "_has_corrected_weights", _plain_iterate_only),
 }
 
@@ -44,7 +62,9 @@ SABOTAGED: dict[str, tuple[type, str, Callable[..., Any]]] = {
 def sabotage_of(run: str) -> Iterator[None]:
     """Make the run wrong if its name asks for that."""
     kind = run.partition(":")[0]
-    name = SABOTAGES.get(run) or (kind if kind in SABOTAGED_SAVES and run.endswith("saved") else None)
+    name = (checkpoint_runs.SABOTAGES | parallel_runs.SABOTAGES).get(run) or (
+        kind if kind in SABOTAGED_SAVES and run.endswith("saved") else None
+    )
     if name is None:
         yield
         return
