@@ -40,6 +40,9 @@ def _has_level_one_barriers(args: Arguments) -> bool:
 PROVED_OPTIMIZERS = ("adam", "sgd", "muon", "normuon", "adamuon", "soap", "lion", "adan", "mars", "nadam")
 """Optimizers whose deferred step equals the oracle's in every byte (tests/distributed/test_exactness.py)."""
 
+LAYER_WISE_OPTIMIZERS = ("muon",)
+"""Optimizers of matrices that are proved with the distributed optimizer, which gives whole matrices to ranks."""
+
 CHECKPOINT_FORMATS = ("torch_dist", "torch")
 """Formats that the weight versions are written into."""
 
@@ -107,16 +110,16 @@ REFUSALS: tuple[Refusal, ...] = (
         f"use --optimizer {', '.join(PROVED_OPTIMIZERS[:-1])} or {PROVED_OPTIMIZERS[-1]}",
     ),
     Refusal(
-        "--use-distributed-optimizer",
-        lambda args: args.use_distributed_optimizer and args.optimizer != "adam",
-        "its shards follow whole parameters with this optimizer, which is not supported with two weight versions yet",
-        "use --optimizer adam or drop the flag",
+        "--use-distributed-optimizer with --optimizer",
+        lambda args: args.use_layer_wise_distributed_optimizer and args.optimizer not in LAYER_WISE_OPTIMIZERS,
+        "it is not proved for shards of whole matrices",
+        "use --optimizer adam or muon, or drop --use-distributed-optimizer",
     ),
     Refusal(
-        "--use-layer-wise-distributed-optimizer",
-        _is_set("use_layer_wise_distributed_optimizer"),
-        "shards of whole parameters are not supported with two weight versions yet",
-        _DROP,
+        "--use-distributed-optimizer in fp32",
+        lambda args: args.use_layer_wise_distributed_optimizer and not args.bf16,
+        "Megatron has no masters of fp32 matrices with this optimizer",
+        "add --bf16, or drop --use-distributed-optimizer",
     ),
     Refusal(
         "--num-distributed-optimizer-instances",

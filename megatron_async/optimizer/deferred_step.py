@@ -26,6 +26,7 @@ from megatron_async.optimizer.error_feedback import keep_masters, write_correcte
 from megatron_async.optimizer.gradients import Gradients
 from megatron_async.optimizer.learning_rate_discount import discount_factor, discounted
 from megatron_async.optimizer.masters import Master, base_optimizers, norm_parts
+from megatron_async.optimizer.owner_broadcast import OwnerBroadcast
 from megatron_async.optimizer.parameter_gather import ParameterGather
 from megatron_async.optimizer.weight_prediction import WeightPrediction
 from megatron_async.pipeline.streams import SideStream
@@ -94,7 +95,7 @@ class DeferredStep:
         versions: WeightVersions,
         gradients: Gradients,
         everyone: dist.ProcessGroup,
-        parameter_gather: ParameterGather | None = None,
+        parameter_gather: ParameterGather | OwnerBroadcast | None = None,
         write_others: Callable[[list[torch.Tensor]], None] = lambda buffers: None,
         tied_weight: torch.nn.Parameter | None = None,
         tied_group: dist.ProcessGroup | None = None,
@@ -317,7 +318,7 @@ class DeferredStep:
                 torch._foreach_copy_(targets, weights)
         self._write_others(buffers)
         gather = self._parameter_gather
-        versions.end_write(version, gather.start(versions.flat_buffers_to_write()) if gather else ())
+        versions.end_write(version, gather.start(versions, buffers) if gather else ())
 
     def _step_masters(self, norm: float) -> None:
         self.gradients.attach()

@@ -20,44 +20,59 @@ class Gradients:
         model: The DDP-wrapped model of the stage.
         finalize: Finishes what concerns the gradients within the stage: Megatron's own finalization.
         masters: The masters of the optimizer.
+        tied: This stage's copy of a weight that another stage holds too.
     """
 
-    def __init__(self, model: Any, finalize: Callable[[], None], masters: list[Master]) -> None:
+    def __init__(
+        self, model: Any, finalize: Callable[[], None], masters: list[Master], tied: torch.Tensor | None = None
+    ) -> None:
         self._model = model
         self._finalize = finalize
         self._masters = masters
         self._zero_grad_buffer: Callable[[], None] = model.zero_grad_buffer
         self._bucket_groups = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._views = self._allocate()
+        self._views = self._allocate(tied)
         self.has_peers = any(buffer.data_parallel_world_size > 1 for buffer in ddp_buffers(model))
         self._configs = [group.ddp_config for group in self._bucket_groups]
         if self.has_peers:
             self._reduce_in_background()
 
-    def _allocate(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+    def _allocate(self, tied: torch.Tensor | None) -> dict[torch.nn.Parameter, torch.Tensor]:
         of_parameter = {master.parameter: master for master in self._masters}
         views: dict[torch.nn.Parameter, torch.Tensor] = {}
         for buffer in ddp_buffers(self._model):
             sharded = buffer.ddp_config.use_distributed_optimizer
             for number, bucket in enumerate(buffer.buckets):
+                places = {p: (start, end) for p, (start, end, of) in buffer.param_index_map.items() if of == number}
+                if not sharded and any(p not in of_parameter for p in places):
+                    # Whole parameters are shared out among the replicas. A tied one is summed over stages on all of
+                    # them: its owners on the two stages may be different replicas.
+                    for parameter, (start, end) in places.items():
+                        if parameter in of_parameter or parameter is tied:
+                            source = bucket.grad_data[start - bucket.offset : end - bucket.offset]
+                            views[parameter] = self._keep(source).view(parameter.shape)
+                    continue
                 source = bucket.grad_data
                 if sharded:
                     source = source.view(buffer.data_parallel_world_size, -1)[buffer.data_parallel_group.rank()]
-                kept = torch.empty_like(source, dtype=torch.float32)
-                self._copies.append((source, kept))
-                for parameter, (start, end, of_bucket) in buffer.param_index_map.items():
-                    master = of_parameter.get(parameter)
-                    if of_bucket != number or master is None:
-                        continue
-                    if master.in_bucket is not None:
-                        views[parameter] = kept[slice(*master.in_bucket)]
+                kept = self._keep(source)
+                for parameter in places.keys() & of_parameter.keys():
+                    inside = of_parameter[parameter].in_bucket
+                    if inside is not None:
+                        views[parameter] = kept[slice(*inside)]
                     else:
-                        views[parameter] = kept[start - bucket.offset : end - bucket.offset].view(parameter.shape)
+                        start, end = (place - bucket.offset for place in places[parameter])
+                        views[parameter] = kept[start:end].view(parameter.shape)
         missing = [m for m in self._masters if m.parameter not in views]
         if missing:
             raise RuntimeError(f"{len(missing)} trainable parameter(s) have no gradient buffer")
         return views
+
+    def _keep(self, source: torch.Tensor) -> torch.Tensor:
+        kept = torch.empty_like(source, dtype=torch.float32)
+        self._copies.append((source, kept))
+        return kept
 
     def _reduce_in_background(self) -> None:
         """Let Megatron's bucket groups reduce asynchronously, whatever ``--overlap-grad-reduce`` says.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
@@ -64,18 +65,25 @@ class Master:
 
 
 def base_optimizers(optimizer: Any) -> list[Any]:
-    """The Megatron optimizers behind ``optimizer``: its chain, or itself."""
-    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    """The Megatron optimizers behind ``optimizer``: those of its chain, and of chains within, or itself."""
+    if not isinstance(optimizer, ChainedOptimizer):
+        return [optimizer]
+    return [base for chained in optimizer.chained_optimizers for base in base_optimizers(chained)]
 
 
 def norm_parts(optimizer: Any) -> list[tuple[dist.ProcessGroup, list[Any]]]:
     """The Megatron optimizers behind ``optimizer``, by the ranks over which the squares of their gradients add up.
 
-    Experts are cut over ranks that all have the same other parameters, so the two have different groups.
+    Experts are cut over ranks that all have the same other parameters, so the two have different groups. Matrices of a
+    layer-wise distributed optimizer are each on one rank of the job.
     """
     parts: dict[tuple[int, ...], tuple[dist.ProcessGroup, list[Any]]] = {}
+    shared_out = [base for found in layer_wise_optimizers(optimizer) for base in found.chained_optimizers]
     for base in base_optimizers(optimizer):
-        group = base.get_grad_stats_parallel_group()
+        # Megatron gives the parts of a layer-wise optimizer no group, and they fall back to one that is too small.
+        is_shared_out = any(base is other for other in shared_out)
+        group = dist.group.WORLD if is_shared_out else base.get_grad_stats_parallel_group()
+        assert group is not None
         parts.setdefault(tuple(dist.get_process_group_ranks(group)), (group, []))[1].append(base)
     return list(parts.values())
 
@@ -103,6 +111,10 @@ def find_known_masters(optimizer: Any) -> list[Master]:
 def covered_parameters(optimizer: Any) -> set[torch.nn.Parameter]:
     """Parameters that the optimizer updates, here or, with the distributed optimizer, on a data-parallel peer."""
     covered: set[torch.nn.Parameter] = set()
+    for layer_wise in layer_wise_optimizers(optimizer):
+        # The optimizers in its chain have the matrices of this rank only.
+        for everyones in (layer_wise.dp_cp_params_list, layer_wise.expt_dp_params_list):
+            covered.update(parameter for parameters in everyones or () for parameter in parameters)
     for base in base_optimizers(optimizer):
         if isinstance(base, DistributedOptimizer):
             for buffer in base.buffers:
@@ -110,6 +122,14 @@ def covered_parameters(optimizer: Any) -> set[torch.nn.Parameter]:
         else:
             covered.update(master.parameter for master in _known_masters(base))
     return covered
+
+
+def layer_wise_optimizers(optimizer: Any) -> list[LayerWiseDistributedOptimizer]:
+    """Megatron's layer-wise distributed optimizers behind ``optimizer``."""
+    if isinstance(optimizer, LayerWiseDistributedOptimizer):
+        return [optimizer]
+    chain = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else []
+    return [found for chained in chain for found in layer_wise_optimizers(chained)]
 
 
 def _masters_of(optimizer: Any) -> Iterator[Master]:
@@ -142,10 +162,7 @@ def _known_masters(optimizer: Any) -> Iterator[Master]:
         yield from _sharded_masters(optimizer, optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups)
         yield from _sharded_masters(optimizer, optimizer.model_fp32_groups, optimizer.shard_fp32_groups)
     else:
-        raise TypeError(
-            f"the step of {type(optimizer).__name__} cannot be deferred: drop --use-distributed-optimizer "
-            "or use --optimizer adam with it"
-        )
+        raise TypeError(f"the step of {type(optimizer).__name__} cannot be deferred: drop --use-distributed-optimizer")
 
 
 def _sharded_masters(

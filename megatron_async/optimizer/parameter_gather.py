@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_async.optimizer.gradients import ddp_buffers
-from megatron_async.pipeline.weight_versions import Storage
+from megatron_async.pipeline.weight_versions import Storage, WeightVersions
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,20 @@ class ParameterGather:
             if buffer.data_parallel_world_size > 1
         ]
 
-    def start(self, flat: Sequence[torch.Tensor]) -> list[dist.Work]:
-        """Start gathering flat buffers of which this rank has written its shards.
+    def start(self, versions: WeightVersions, buffers: Sequence[torch.Tensor]) -> list[dist.Work]:
+        """Start gathering a version of which this rank has written its shards.
 
         Args:
-            flat: Laid out as the model's own buffers.
+            versions: The weight versions.
+            buffers: Of the version, as :meth:`WeightVersions.begin_write` gave them.
 
         Returns:
-            What has to be waited for before they may be read.
+            What has to be waited for before the version may be read.
         """
+        return self.start_flat(versions.flat_buffers_to_write())
+
+    def start_flat(self, flat: Sequence[torch.Tensor]) -> list[dist.Work]:
+        """Start gathering flat buffers, laid out as the model's own."""
         works = []
         for bucket in self._buckets:
             whole = flat[bucket.buffer][bucket.start : bucket.end]

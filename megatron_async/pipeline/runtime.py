@@ -15,11 +15,13 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_pg
 
 from megatron_async.checkpoint import PipelineState
 from megatron_async.delay.simulate import stages_of_parameters
+from megatron_async.errors import ConfigurationError
 from megatron_async.observe.moe_metrics import BatchMetrics
 from megatron_async.observe.trace import NO_TRACE, Trace
 from megatron_async.optimizer.deferred_step import DeferredStep, UpdateResult
 from megatron_async.optimizer.gradients import Gradients
-from megatron_async.optimizer.masters import covered_parameters, find_masters, norm_parts
+from megatron_async.optimizer.masters import covered_parameters, find_masters, layer_wise_optimizers, norm_parts
+from megatron_async.optimizer.owner_broadcast import OwnerBroadcast
 from megatron_async.optimizer.parameter_gather import ParameterGather, make_copies, parameter_buffers
 from megatron_async.pipeline.communication import StageCommunicator
 from megatron_async.pipeline.executor import BatchContext, PipelineExecutor
@@ -115,6 +117,7 @@ class AsyncPipeline:
         )
         if resumed is not None:
             self.versions.resume(resumed.batch, dict(zip(resumed.ages, resumed.weights, strict=True)))
+        self._gather = _make_gather(model, optimizer, parameters)
         self.communicator = StageCommunicator(
             pp_group,
             self.config.pipeline_dtype,
@@ -122,10 +125,10 @@ class AsyncPipeline:
             options.timeout,
             self.schedule.unconfirmed_gradients(),
         )
-        gradients = Gradients(model, self._finalize_gradients, masters)
+        tied_weight, tied_group = _find_tied_weight(model, pg_collection)
+        gradients = Gradients(model, self._finalize_gradients, masters, tied_weight)
         gradients.detach()  # what a synchronous step before may have left
         model.zero_grad_buffer = _do_nothing
-        tied_weight, tied_group = _find_tied_weight(model, pg_collection)
         everyone = dist.group.WORLD if gradients.has_peers else norm_parts(optimizer)[0][0]
         assert everyone is not None
         self.updates = DeferredStep(
@@ -133,7 +136,7 @@ class AsyncPipeline:
             masters=masters,
             versions=self.versions,
             gradients=gradients,
-            parameter_gather=ParameterGather(model) if sharded else None,
+            parameter_gather=self._gather,
             everyone=everyone,
             write_others=lambda buffers: self.routers.write(self._biases_of(buffers)),
             tied_weight=tied_weight,
@@ -266,14 +269,19 @@ class AsyncPipeline:
         if not parameter_buffers(self.model):
             weights: dict[torch.Tensor, torch.Tensor] = {master.parameter: master.weight for master in masters}
             weights |= dict(zip(self._biases_of(versions.parameters), newest, strict=True))
-            return [weights[p].to(p.dtype) for p in versions.parameters]
+            # What another replica has the master of comes from there.
+            plain = [weights[p].to(p.dtype) if p in weights else torch.empty_like(p) for p in versions.parameters]
+            if self._gather is not None:
+                for work in self._gather.start(versions, plain):
+                    work.wait()
+            return plain
         (storage,) = make_copies(self.model, versions.parameters, 1)
         for copied, bias in zip(self._biases_of(storage.tensors), newest, strict=True):
             copied.copy_(bias)
         positions = {parameter: i for i, parameter in enumerate(versions.parameters)}
         for master in masters:
             master.part_of(storage.tensors[positions[master.parameter]]).copy_(master.weight)
-        for work in ParameterGather(self.model).start(storage.flat):
+        for work in ParameterGather(self.model).start_flat(storage.flat):
             work.wait()
         return storage.tensors
 
@@ -335,6 +343,22 @@ class AsyncPipeline:
         groups = copy.copy(self.pg_collection)
         groups.embd = groups.pos_embd = _Alone()
         finalize([self.model], None, pg_collection=groups)
+
+
+def _make_gather(
+    model: Any, optimizer: Any, parameters: Sequence[torch.Tensor]
+) -> ParameterGather | OwnerBroadcast | None:
+    """What completes a new version where replicas share the work of an update."""
+    layer_wise = [found for found in layer_wise_optimizers(optimizer) if found.dp_cp_params_list]
+    flat = bool(parameter_buffers(model))
+    if not layer_wise:
+        return ParameterGather(model) if flat else None
+    if flat or len(layer_wise) > 1:
+        raise ConfigurationError(
+            "--use-distributed-optimizer: matrices in shard-aligned buffers are not supported with an asynchronous "
+            "--pipeline-schedule; add --no-use-layer-wise-param-layout"
+        )
+    return OwnerBroadcast(layer_wise[0], parameters)
 
 
 class _Alone:

@@ -104,6 +104,9 @@ def expert_parallel(folder: str, stages: int) -> dict[str, list[str]]:
     return {
         "ep2: all-to-all": run(*base, size, ADAM, UNCLIPPED, ALL_TO_ALL),
         "ep2: all-gather, bf16": run(*base, size, MUON, UNCLIPPED, ALL_GATHER, ["--bf16"]),
+        "ep2: all-gather, bf16, sharded": run(
+            *base, size, MUON, UNCLIPPED, ALL_GATHER, ["--bf16", "--use-distributed-optimizer"]
+        ),
         "ep2: sharded": run(*base, size, ADAM, UNCLIPPED, ALL_TO_ALL, ["--use-distributed-optimizer"]),
         "ep2: clipped": run(*base, size, ADAM, ["--clip-grad", "0.3"], ALL_TO_ALL),
         "ep1: clipped": run(*base, sizes(stages, 1), ADAM, ["--clip-grad", "0.3"], ALL_TO_ALL),
@@ -161,6 +164,36 @@ def on_four_ranks(folder: str) -> dict[str, list[str]]:
         "tp2, replicas, sharded": run(*replicas, clipped, SEQUENCE, ["--use-distributed-optimizer"]),
         "moe: bias": experts(folder, "pp4", sizes(4, 1))["moe: bias"],
         **expert_parallel(folder, 2),
+        **layer_wise(folder),
+    }
+
+
+def layer_wise(folder: str) -> dict[str, list[str]]:
+    """Two stages and two replicas that share Muon's matrices, beside Adam's parameters in shards."""
+    weights = ["--load", f"{folder}/untied", "--finetune", *UNTIED]
+    batch = ["--global-batch-size", "8", "--bf16"]
+    base = (MUON, ASYNC, FEEDBACK, TEN, sizes(2, 1), batch)
+    sharded = ["--use-distributed-optimizer"]
+    saved = f"{folder}/checkpoints/layer-wise"
+    return {
+        "muon, replicas": run(NO_DROPOUT, *base, weights, UNCLIPPED),
+        "muon, sharded": run(NO_DROPOUT, *base, weights, UNCLIPPED, sharded),
+        "muon, sharded, overlaps": run(
+            NO_DROPOUT,
+            *base,
+            weights,
+            UNCLIPPED,
+            sharded,
+            ["--overlap-grad-reduce", "--overlap-param-gather"],
+            evaluate=3,
+        ),
+        "muon, sharded, tied, clipped: saved": run(
+            DROPOUT, *base, sharded, ["--clip-grad", "0.3"], TORCH_DIST, ["--save", saved, "--save-interval", "5"]
+        ),
+        "muon, sharded, tied, clipped: from 5": run(
+            DROPOUT, *base, sharded, ["--clip-grad", "0.3"], TORCH_DIST, ["--load", saved, "--ckpt-step", "5"]
+        ),
+        "muon, replicas, tied, clipped": run(DROPOUT, *base, ["--clip-grad", "0.3"]),
     }
 
 

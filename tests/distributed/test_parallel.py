@@ -138,3 +138,26 @@ def test_expert_parallel_ranks_train_as_replicas(launches: dict[str, Runs], laun
     runs = launches[launch]
     assert losses(runs, "ep2: clipped") == pytest.approx(losses(runs, "ep1: clipped"), rel=1e-3)
     assert norms(runs, "ep2: clipped")[:2] == pytest.approx(norms(runs, "ep1: clipped")[:2], rel=1e-4)
+
+
+def test_matrices_that_replicas_share_are_updated_as_on_each(launches: dict[str, Runs]) -> None:
+    """Muon with the distributed optimizer: whole matrices on replicas in turn, sent to the others in the background."""
+    runs = launches["pp4"]
+    for name in ("muon, sharded", "muon, sharded, overlaps"):
+        assert losses(runs, name) == losses(runs, "muon, replicas")
+        assert weights(runs, name) == weights(runs, "muon, replicas")
+    assert norms(runs, "muon, sharded") == pytest.approx(norms(runs, "muon, replicas"), rel=1e-5)
+    for launch in ("pp2", "pp4"):
+        runs = launches[launch]
+        assert losses(runs, "ep2: all-gather, bf16, sharded") == losses(runs, "ep2: all-gather, bf16")
+
+
+def test_shared_matrices_with_a_tied_embedding(launches: dict[str, Runs]) -> None:
+    """Clipped by a norm that all replicas make up together, which is rounded in another place."""
+    runs = launches["pp4"]
+    saved, resumed = (f"muon, sharded, tied, clipped: {what}" for what in ("saved", "from 5"))
+    assert losses(runs, saved) == pytest.approx(losses(runs, "muon, replicas, tied, clipped"), rel=1e-3)
+    assert norms(runs, saved) == pytest.approx(norms(runs, "muon, replicas, tied, clipped"), rel=2e-2)
+    assert norms(runs, saved)[0] == pytest.approx(norms(runs, "muon, replicas, tied, clipped")[0], rel=1e-5)
+    assert losses(runs, resumed) == losses(runs, saved)[5:]
+    assert weights(runs, resumed) == weights(runs, saved)
