@@ -111,8 +111,11 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--use-distributed-optimizer with --optimizer",
-        lambda args: args.use_layer_wise_distributed_optimizer and args.optimizer not in LAYER_WISE_OPTIMIZERS,
-        "it is not proved for shards of whole matrices",
+        lambda args: (
+            (args.use_layer_wise_distributed_optimizer and args.optimizer not in LAYER_WISE_OPTIMIZERS)
+            or (args.use_distributed_optimizer and args.optimizer != "adam")
+        ),
+        "its shards are not proved with two weight versions",
         "use --optimizer adam or muon, or drop --use-distributed-optimizer",
     ),
     Refusal(

@@ -66,8 +66,16 @@ CASES = [
         base=PLAIN,
     ),
     refused(["--context-parallel-size", "2"], "--context-parallel-size", "--context-parallel-size 1", base=PLAIN),
-    refused(["--num-experts", "4"], "--num-experts", "train a dense model"),
-    refused(["--use-distributed-optimizer", "--optimizer", "adan"], "--use-layer-wise-distributed", "drop the flag"),
+    refused(
+        ["--num-experts", "4", "--moe-router-load-balancing-type", "quantile_balancing", "--moe-aux-loss-coeff", "0"],
+        "quantile_balancing",
+        "use aux_loss",
+    ),
+    refused(
+        ["--use-distributed-optimizer", "--optimizer", "adan", "--bf16"],
+        "--use-distributed-optimizer",
+        "use --optimizer adam or muon",
+    ),
     refused(["--async-sync-start-iters", "12"], "--async-sync-start-iters", "leave no asynchronous iteration"),
     refused(["--async-evaluate", "z"], "--async-evaluate", "--async-error-feedback"),
     refused(["--simulate-pipeline-stages", "2"], "--simulate-pipeline-stages", "use --pipeline-model-parallel-size 1"),

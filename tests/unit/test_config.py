@@ -43,6 +43,10 @@ def megatron(**changes: Any) -> argparse.Namespace:
         "ckpt_assume_constant_structure": False,
         "train_iters": 100,
         "use_distributed_optimizer": False,
+        "use_layer_wise_distributed_optimizer": False,
+        "bf16": False,
+        "num_experts": None,
+        "moe_router_load_balancing_type": "aux_loss",
         "overlap_param_gather": False,
         "calculate_per_token_loss": False,
         "untie_embeddings_and_output_weights": True,
@@ -222,13 +226,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "virtual pipeline stages": {"virtual_pipeline_model_parallel_size": 2},
     "--optimizer with --tensor-model-parallel-size": {"tensor_model_parallel_size": 2, "optimizer": "soap"},
     "--context-parallel-size": {"context_parallel_size": 2},
-    "--expert-model-parallel-size": {"expert_model_parallel_size": 2},
-    "--num-experts": {"num_experts": 8},
+    "--step-batch-size-schedule with --num-experts": {"num_experts": 8, "step_batch_size_schedule": "0:8 2K:16"},
+    "--moe-router-load-balancing-type quantile_balancing": {
+        "num_experts": 8,
+        "moe_router_load_balancing_type": "quantile_balancing",
+    },
+    "--moe-enable-routing-replay": {"num_experts": 8, "moe_enable_routing_replay": True},
     "--mtp-num-layers": {"mtp_num_layers": 1},
     "generalized tensor parallelism": {"gtp_weight_remat_size": 2},
     "--optimizer": {"optimizer": "polargrad"},
-    "--use-distributed-optimizer": {"use_distributed_optimizer": True, "optimizer": "sgd"},
-    "--use-layer-wise-distributed-optimizer": {"use_layer_wise_distributed_optimizer": True},
+    "--use-distributed-optimizer with --optimizer": {
+        "use_layer_wise_distributed_optimizer": True,
+        "optimizer": "soap",
+        "bf16": True,
+    },
+    "--use-distributed-optimizer in fp32": {"use_layer_wise_distributed_optimizer": True, "optimizer": "muon"},
     "--num-distributed-optimizer-instances": {"num_distributed_optimizer_instances": 2},
     "--ddp-reduce-scatter-with-fp32-accumulation": {"ddp_reduce_scatter_with_fp32_accumulation": True},
     "--use-megatron-fsdp / --use-torch-fsdp2": {"use_megatron_fsdp": True},
@@ -259,6 +271,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "--check-weight-hash-across-dp-replicas-interval": {"check_weight_hash_across_dp_replicas_interval": 10},
 }
+
+
+def test_the_distributed_optimizer_of_sgd_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="--use-distributed-optimizer with --optimizer is not supported"):
+        AsyncPipelineConfig(pipeline_schedule="2bw-async").validate(
+            megatron(use_distributed_optimizer=True, optimizer="sgd")
+        )
 
 
 def test_every_refusal_is_tested() -> None:
