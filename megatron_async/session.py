@@ -317,7 +317,8 @@ class Session:
     def _make_metrics(self) -> BatchMetrics | None:
         if not self._args.num_experts:
             return None
-        metrics = BatchMetrics(self._is_logged)
+        # Also where the pipeline drains, and Megatron's own tracker takes over.
+        metrics = BatchMetrics(lambda iteration: self._is_logged(iteration) or self._is_last_step())
         moe_logging.set_moe_metrics_tracker(metrics)
         return metrics
 

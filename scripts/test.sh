@@ -44,5 +44,4 @@ check "$BIN/ruff" check .
 check "$BIN/mypy"
 mapfile -t shell_scripts < <(find scripts recipes .ci -type f \( -name '*.sh' -o -path '.ci/run' \) | sort)
 check "$BIN/shellcheck" "${shell_scripts[@]}"
-# Files in two lines: what runs one process in one leaves half of the machine to the other.
-check "$PYTHON" -m pytest -n 2 --dist loadgroup --durations=10
+check "$PYTHON" -m pytest --durations=10

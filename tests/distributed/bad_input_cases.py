@@ -87,7 +87,6 @@ CASES = [
     refused(["--rerun-mode", "report_stats"], "--rerun-mode", "use --rerun-mode disabled"),
     refused(["--timing-log-level", "1"], "--timing-log-level", "add --no-barrier-with-level-1-timing"),
     refused(["--save", "/dev/null/x", "--save-interval", "5"], "--save", "cannot be written"),
-    refused(["--load", "x", "--ckpt-format", "torch_dcp"], "--ckpt-format", "use --ckpt-format torch_dist"),
     refused(["--log-num-zeros-in-grad"], "--log-num-zeros-in-grad", "drop the flag"),
     refused(["--log-params-norm"], "--log-params-norm", "drop the flag"),
     refused(["--save-wgrads-interval", "5"], "--save-wgrads-interval", "drop the flag"),

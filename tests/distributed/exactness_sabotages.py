@@ -79,7 +79,7 @@ def _not_reduced(pipeline: AsyncPipeline) -> None:
 def _not_gathered(pipeline: AsyncPipeline) -> None:
     """Every replica computes with the shard that it has stepped and with old weights elsewhere."""
     assert pipeline.updates._parameter_gather is not None
-    pipeline.updates._parameter_gather.start = lambda flat: []  # type: ignore[method-assign]
+    pipeline.updates._parameter_gather.start = lambda versions, buffers: []  # type: ignore[method-assign]
 
 
 def _a_token_too_many(pipeline: AsyncPipeline) -> None:

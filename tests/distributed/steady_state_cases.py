@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tests.distributed.loop_runs import ADAM, ASYNC, FEEDBACK, MODEL, MUON, NO_DROPOUT, TRAINING, UNTIED
+from tests.distributed.parallel_runs import ALL_TO_ALL, BIAS, MOE, SEQUENCE, balanced, sizes
 
 RANKS = 4
 STEPS = 11
@@ -24,6 +25,7 @@ class Case:
 
     Attributes:
         stages: Pipeline stages; the ranks that are left make replicas.
+        tensor: Tensor-parallel ranks of a stage.
         flags: What is added to the command line.
         microbatches: Microbatches of a batch: with as few as there are stages, there is the least time to hide in.
         log_interval: Of Megatron's log.
@@ -34,6 +36,7 @@ class Case:
     stages: int
     flags: tuple[str, ...]
     microbatches: int
+    tensor: int = 1
     log_interval: int = NOTHING_LOGGED
     control: str = ""
     counted: bool = False
@@ -46,10 +49,10 @@ class Case:
     @property
     def arguments(self) -> list[str]:
         """The command line."""
-        samples = self.microbatches * RANKS // self.stages
+        samples = self.microbatches * RANKS // (self.stages * self.tensor)
         training = [*TRAINING, "--train-iters", str(STEPS), "--global-batch-size", str(samples)]
         no_evaluation = ["--eval-interval", "1000", "--eval-iters", "0"]
-        size = ["--pipeline-model-parallel-size", str(self.stages), "--log-interval", str(self.log_interval)]
+        size = [*sizes(self.stages, self.tensor), "--log-interval", str(self.log_interval)]
         return [*MODEL, *training, *no_evaluation, *NO_DROPOUT, *size, *self.flags]
 
 
@@ -65,6 +68,14 @@ CASES = {
     "exits by signal and time": Case(stages=4, microbatches=4, flags=(*PLAIN, *EXITS)),
     "replicas": Case(stages=2, microbatches=2, flags=PLAIN),
     "replicas, per-token loss": Case(stages=2, microbatches=2, flags=(*PLAIN, *PER_TOKEN)),
+    "tensor parallelism": Case(stages=2, tensor=2, microbatches=2, flags=(*PLAIN, *SEQUENCE)),
+    "experts, biased": Case(
+        stages=2, microbatches=2, flags=(*PLAIN, *MOE, *BIAS, *ALL_TO_ALL, "--expert-model-parallel-size", "2")
+    ),
+    "experts, auxiliary losses": Case(stages=4, microbatches=4, flags=(*PLAIN, *MOE, *balanced("aux_loss"))),
+    "replicas, muon, distributed optimizer": Case(
+        stages=2, microbatches=2, flags=(*MUON, *ASYNC, *FEEDBACK, *SHARDED, "--bf16")
+    ),
     "replicas, distributed optimizer": Case(stages=2, microbatches=4, flags=(*PLAIN, *SHARDED), counted=True),
 }
 """Nothing in them may make a stage wait for another."""
