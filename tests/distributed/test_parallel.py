@@ -92,7 +92,7 @@ def test_the_trajectory_of_experts_does_not_change(launches: dict[str, Runs], ch
 @pytest.mark.parametrize("name", SABOTAGES)
 def test_statistics_of_another_batch_are_seen(launches: dict[str, Runs], name: str) -> None:
     runs = launches["pp2"]
-    assert losses(runs, name)[:2] == losses(runs, "moe: bias")[:2]
+    assert losses(runs, name)[:1] == losses(runs, "moe: bias")[:1]
     assert losses(runs, name) != losses(runs, "moe: bias")
 
 
@@ -101,7 +101,7 @@ def test_auxiliary_losses_are_logged_with_their_iteration(
 ) -> None:
     """On two stages as on one; every fifth iteration their mean."""
     del launches
-    (folder,) = tmp_path_factory.getbasetemp().glob("loop*")
+    (folder,) = (found for found in tmp_path_factory.getbasetemp().glob("loop*") if not found.is_symlink())
     for name in ("load_balancing_loss", "seq_load_balancing_loss", "z_loss"):
         one, two = (scalars(folder / f"moe every pp{p}", name) for p in (1, 2))
         assert list(one) == list(range(1, 11))
