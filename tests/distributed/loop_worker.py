@@ -25,7 +25,6 @@ import megatron_async
 from megatron_async.patches import cpu
 from tests.distributed import checkpoint_runs, loop_runs, parallel_runs
 from tests.distributed.loop_runs import STOCK
-from tests.distributed.loop_sabotages import sabotage_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -144,6 +143,9 @@ def execute(arguments: list[str], *, plugin: bool) -> dict[str, Any]:
 def main(folder: Path, launch: str) -> None:
     if cpu.is_needed():
         cpu.install(quiet=True)
+    # Not above: it imports the executor, and who records what an executor does patches Megatron before that.
+    from tests.distributed.loop_sabotages import sabotage_of
+
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found: dict[str, list[dict[str, Any]]] = {}
     runs: dict[str, list[str]] = {}
