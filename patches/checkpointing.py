@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_async.checkpoint import ENTRY, unreadable
+from megatron_async.patches.training_loop import within
 
 if TYPE_CHECKING:
     from megatron_async.session import Session
@@ -20,12 +21,7 @@ if TYPE_CHECKING:
 def save_checkpoint(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """Megatron's save, of the weights and the random state that the next batch begins with."""
 
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        with session.saving():
-            return original(*args, **kwargs)
-
-    return replacement
+    return within(original, session.saving)
 
 
 def generate_state_dict(original: Callable[..., Any], session: Session) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -74,18 +75,24 @@ def training_log(original: Callable[..., Any], session: Session) -> Callable[...
 def checkpoint_and_decide_exit(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """Megatron's checks of signals and time limits, once all ranks know that there is something to check."""
 
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        with session.exit_checks():
-            return original(*args, **kwargs)
-
-    return replacement
+    return within(original, session.exit_checks)
 
 
 def train(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """Megatron's loop; afterwards the model holds the newest weights and nothing is on the wire."""
 
     return finished_by(original, session.finish_training)
+
+
+def within(original: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
+    """The same function, each call of it inside a context."""
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return original(*args, **kwargs)
+
+    return replacement
 
 
 def finished_by(train: Callable[..., Any], finish: Callable[[], None]) -> Callable[..., Any]:

@@ -101,7 +101,8 @@ class AsyncPipeline:
             options.schedule, pp_group.size(), pp_group.rank(), options.warmup_factor, options.simulated_stages
         )
         self.routers = Routers(model)
-        named = _updated_parameters(model, optimizer) | self.routers.biases
+        _check_parameters(model, optimizer)
+        named = versioned_tensors(model)
         parameters = list(named.values())
         self._metrics = metrics
         self.first_batch = 0 if resumed is None else resumed.batch
@@ -265,7 +266,7 @@ class AsyncPipeline:
     @torch.no_grad()
     def _make_plain_iterate(self) -> Sequence[torch.Tensor]:
         versions, masters = self.versions, self.updates.masters
-        newest = self._biases_of(versions.tensors(versions.newest))
+        newest = self._newest_biases()
         if not parameter_buffers(self.model):
             weights: dict[torch.Tensor, torch.Tensor] = {master.parameter: master.weight for master in masters}
             weights |= dict(zip(self._biases_of(versions.parameters), newest, strict=True))
@@ -325,6 +326,11 @@ class AsyncPipeline:
         """Those of the routers: they come last."""
         return buffers[len(buffers) - len(self.routers.biases) :]
 
+    def _newest_biases(self) -> Sequence[torch.Tensor]:
+        if not self.routers.biases:
+            return ()  # a look at the newest version waits for it, which a model without routers need not do here
+        return self._biases_of(self.versions.tensors(self.versions.newest))
+
     def _enter_batch(self, batch: int) -> None:
         self.routers.enter(batch)
         if self._metrics is not None:
@@ -335,7 +341,7 @@ class AsyncPipeline:
         batch = self.updates.pending
         if batch is None:
             raise RuntimeError("gradients are finalized for an update that has begun")
-        with self.routers.finalizing(batch, self._biases_of(self.versions.tensors(self.versions.newest))):
+        with self.routers.finalizing(batch, self._newest_biases()):
             self._finalize()
 
     def _finalize(self) -> None:
@@ -374,18 +380,21 @@ def _do_nothing() -> None:
 
 def versioned_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What a pipeline keeps versions of, by name, in its order: the trainable parameters and the routers' biases."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad} | named_biases(model)
+    return _trainable_parameters(model) | named_biases(model)
 
 
-def _updated_parameters(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
-    trainable: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+def _trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _check_parameters(model: torch.nn.Module, optimizer: Any) -> None:
+    trainable = _trainable_parameters(model)
     covered = covered_parameters(optimizer)
     missing = [name for name, p in trainable.items() if p not in covered]
     if missing:
         raise ValueError(f"no optimizer updates {missing[0]} and {len(missing) - 1} other trainable parameter(s)")
     if not trainable:
         raise ValueError("a pipeline stage without trainable parameters is not supported by 2bw-async")
-    return trainable
 
 
 def _find_tied_weight(

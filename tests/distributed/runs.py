@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 Runs = dict[str, list[dict[str, Any]]]
@@ -32,3 +33,11 @@ def weights(runs: Runs, name: str) -> list[str]:
 def norms(runs: Runs, name: str) -> list[float]:
     """Gradient norms as they were logged, None where that was too early."""
     return [entry["norm"] for entry in runs[name][-1]["iterations"]]
+
+
+def scalars(folder: Path, name: str) -> dict[int, float]:
+    """What tensorboard got, by iteration."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    return {event.step: event.value for event in events.Scalars(name)}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.distributed.parallel_runs import SABOTAGES, experts
-from tests.distributed.runs import Runs, losses, norms, weights
+from tests.distributed.runs import Runs, losses, norms, scalars, weights
 
 TENSOR_PARALLEL = {"adam": 1e-6, "muon": 1e-3, "adam bf16": 2e-3}
 """Runs on two tensor-parallel ranks, and how far their losses may be from those on one: sums in another order."""
@@ -110,14 +108,6 @@ def test_auxiliary_losses_are_logged_with_their_iteration(
         fifth = scalars(folder / "moe fifth pp2", name)
         means = {1: [1], 5: [2, 3, 4, 5], 10: [6, 7, 8, 9, 10]}  # the first iteration is logged too
         assert fifth == pytest.approx({i: sum(one[j] for j in js) / len(js) for i, js in means.items()}, rel=1e-5)
-
-
-def scalars(folder: Path, name: str) -> dict[int, float]:
-    """What tensorboard got, by iteration."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder)).Reload()
-    return {event.step: event.value for event in events.Scalars(name)}
 
 
 def test_a_run_with_experts_resumes_exactly(launches: dict[str, Runs]) -> None:

@@ -10,7 +10,7 @@ import math
 import pytest
 
 from tests.distributed.loop_runs import STOCK, everywhere, mitigated
-from tests.distributed.runs import Runs, evaluations, iterations, losses, weights
+from tests.distributed.runs import Runs, evaluations, iterations, losses, scalars, weights
 
 EXACT = [(name, stages) for name in everywhere("", 1) if name != "tied and clipped" for stages in (2, 4)]
 EXACT += [(name, 2) for name in mitigated("", 1)]
@@ -193,11 +193,8 @@ def test_norms_are_reported_for_the_logged_iterations(launches: dict[str, Runs])
 def test_late_norms_reach_tensorboard_under_their_own_iteration(
     launches: dict[str, Runs], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     folder = next(tmp_path_factory.getbasetemp().glob("loop*/tensorboard"))
-    events = EventAccumulator(str(folder)).Reload()
-    written = {event.step: event.value for event in events.Scalars("grad-norm")}
+    written = scalars(folder, "grad-norm")
     every = [entry["norm"] for entry in launches["pp2"]["plain"][-1]["iterations"]]
     assert written == pytest.approx(dict(enumerate(every, start=1)), rel=1e-6)
 
